@@ -1,0 +1,1 @@
+"""Training algorithms composed from relaxmpi.primitives."""
