@@ -1,1 +1,64 @@
 """The low-level layer: how ranks talk."""
+
+from relaxmpi.primitives.codecs import Cast, Codec, Identity, Key, MinMaxUInt8, OneBit, Quantizer
+from relaxmpi.primitives.comm import Comm
+from relaxmpi.primitives.cpu import Cpu
+from relaxmpi.primitives.devices import register
+from relaxmpi.primitives.errors import (
+    BrokenComm,
+    Deadlock,
+    MismatchError,
+    NonFiniteError,
+    PeerLeft,
+    PeerTimeout,
+    RelaxError,
+)
+from relaxmpi.primitives.feedback import ErrorFeedback
+from relaxmpi.primitives.hierarchy import Hierarchy
+from relaxmpi.primitives.ops import MAX, MEAN, MIN, SUM, Op
+from relaxmpi.primitives.primitive import primitive
+from relaxmpi.primitives.verbs import (
+    allgather,
+    allreduce,
+    alltoall,
+    barrier,
+    broadcast,
+    reduce_scatter,
+)
+from relaxmpi.primitives.work import Work
+
+__all__ = [
+    "MAX",
+    "MEAN",
+    "MIN",
+    "SUM",
+    "BrokenComm",
+    "Cast",
+    "Codec",
+    "Comm",
+    "Deadlock",
+    "ErrorFeedback",
+    "Hierarchy",
+    "Identity",
+    "Key",
+    "MinMaxUInt8",
+    "MismatchError",
+    "NonFiniteError",
+    "OneBit",
+    "Op",
+    "PeerLeft",
+    "PeerTimeout",
+    "Quantizer",
+    "RelaxError",
+    "Work",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "primitive",
+    "reduce_scatter",
+    "register",
+]
+
+register(Cpu())

@@ -1,0 +1,123 @@
+"""Agreement: no call moves data before all ranks have said that they make the same call.
+
+MPI does not notice that ranks reduce different things. Each call has a hash h of what it is;
+one all-reduce of (h, -h) with MAX tells every rank whether all h are equal. If not, every rank
+takes the same branch, gathers the descriptions and raises the same error. A rank whose
+arguments were refused takes part with a hash of the refusal, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NoReturn
+
+import numpy as np
+from mpi4py import MPI
+
+from relaxmpi.primitives.errors import MismatchError
+from relaxmpi.primitives.stats import Stats
+from relaxmpi.primitives.work import Flow
+
+__all__ = ["Call", "Lane"]
+
+_WIDTH = 240
+_MASK = 2**62 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Call:
+    """What one rank is about to do, and what is wrong with it, if anything is.
+
+    Args:
+        what: Equal on ranks that make the same call; its parts are shown to the user.
+        refusal: The error of this rank's arguments.
+    """
+
+    __slots__ = ("refusal", "what")
+
+    def __init__(self, what: tuple[Hashable, ...], refusal: Exception | None = None) -> None:
+        self.what, self.refusal = what, refusal
+
+    def __str__(self) -> str:
+        text = _words(self.what)
+        return text if self.refusal is None else f"{text}, refused: {self.refusal}"
+
+
+def _words(what: tuple[Hashable, ...]) -> str:
+    return " ".join(str(part) for part in what if part not in (None, ""))
+
+
+@lru_cache(maxsize=4096)
+def _hash(what: tuple[Hashable, ...]) -> int:
+    text = repr(what).encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+
+
+class Lane:
+    """Agreements of one communicator, in order.
+
+    A Comm has two: one for calls as they are started, whose agreement may overtake the data of
+    earlier calls, and one for primitives inside primitives, which agree when they run.
+    """
+
+    def __init__(self, mpi: MPI.Intracomm, ordered: MPI.Intracomm, stats: Stats) -> None:
+        # Descriptions are gathered when a flow runs, when later calls may have agreed already:
+        # on a communicator that is only used in the order in which flows run.
+        self._mpi, self._ordered, self._stats = mpi, ordered, stats
+        self._count = 0
+        self._spare: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def post(self, call: Call) -> Flow[None]:
+        """Take part at once; the flow returned completes, or raises, when all ranks have."""
+        if self._mpi.size == 1:
+            return self._alone(call)
+        mine, all_ = self._spare.pop() if self._spare else (np.empty(2, "i8"), np.empty(2, "i8"))
+        number = self._count
+        self._count += 1
+        refused = "" if call.refusal is None else type(call.refusal).__name__
+        code = (_hash((refused, *call.what) if refused else call.what) ^ (number * _GOLDEN)) & _MASK
+        mine[0], mine[1] = code, -code
+        request = self._mpi.Iallreduce(mine, all_, MPI.MAX)
+        self._stats.header_bytes += 16
+        return self._finish(call, number, request, mine, all_)
+
+    def _alone(self, call: Call) -> Flow[None]:
+        if call.refusal is not None:
+            raise call.refusal
+        yield from ()
+
+    def _finish(
+        self, call: Call, number: int, request: MPI.Request, mine: np.ndarray, all_: np.ndarray
+    ) -> Flow[None]:
+        yield _Asked(request)
+        equal = all_[0] == -all_[1]
+        self._spare.append((mine, all_))
+        if not equal:
+            yield from self._disagree(call, number)
+        if call.refusal is not None:
+            raise call.refusal
+
+    def _disagree(self, call: Call, number: int) -> Flow[NoReturn]:
+        said = np.frombuffer(str(call).encode()[:_WIDTH].ljust(_WIDTH), "u1").copy()
+        heard = np.empty((self._mpi.size, _WIDTH), "u1")
+        yield _Asked(self._ordered.Iallgather(said, heard))
+        by_text: dict[str, list[int]] = {}
+        for rank, row in enumerate(heard):
+            by_text.setdefault(bytes(row).decode(errors="replace").strip(), []).append(rank)
+        views = "; ".join(
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+            for text, ranks in sorted(by_text.items(), key=lambda item: item[1])
+        )
+        raise MismatchError(f"the ranks disagree in call {number}: {views}; nothing was moved")
+
+
+class _Asked:
+    __slots__ = ("_request",)
+
+    def __init__(self, request: MPI.Request) -> None:
+        self._request = request
+
+    def test(self) -> bool:
+        return self._request.Test()

@@ -1,0 +1,75 @@
+"""Progress while the caller computes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from relaxmpi.primitives.errors import RelaxError
+
+if TYPE_CHECKING:
+    from relaxmpi.primitives.comm import Comm
+
+__all__ = ["Background"]
+
+# Large messages move a little at each poll; the pause leaves the interpreter to the caller.
+_POLLS = 16
+_PAUSE = 5e-5
+
+
+class Background:
+    """A thread that advances the pending works of one Comm until it is closed.
+
+    Example:
+        >>> import numpy as np, relaxmpi as rx
+        >>> with rx.Comm.world() as comm, comm.background():
+        ...     work = rx.allreduce.start(comm, np.ones(2))
+        ...     work.wait()
+        array([1., 1.])
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        from mpi4py import MPI
+
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise RelaxError(
+                "background() needs an MPI library at MPI_THREAD_MULTIPLE; this one gave less. "
+                "Call comm.progress() between pieces of computation instead"
+            )
+        if comm.queue.filled is not None:
+            raise RelaxError("this Comm has a background thread already")
+        self._queue = comm.queue
+        self._filled = self._queue.filled = threading.Event()
+        if not self._queue.idle:
+            self._filled.set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="relaxmpi-progress", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._filled.wait()
+            self._filled.clear()
+            while not self._queue.idle and not self._closing:
+                for _ in range(_POLLS):
+                    self._queue.progress()
+                    os.sched_yield()
+                time.sleep(_PAUSE)
+
+    def close(self) -> None:
+        """Stop the thread; pending works go on when they are waited for."""
+        self._closing = True
+        self._filled.set()
+        self._thread.join()
+        self._queue.filled = None
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(
+        self, _k: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,269 @@
+"""Comm: a private, in-order stream of primitives between the ranks of a communicator."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from relaxmpi.primitives.devices import Device
+from relaxmpi.primitives.errors import BrokenComm, RelaxError
+from relaxmpi.primitives.schedules import FlatSchedule
+from relaxmpi.primitives.settings import Settings
+from relaxmpi.primitives.stats import Stats
+from relaxmpi.primitives.work import Flow, Queue, Work, running_queue
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from relaxmpi.primitives.agreement import Call
+    from relaxmpi.primitives.background import Background
+    from relaxmpi.primitives.hierarchy import Hierarchy
+    from relaxmpi.primitives.transport import Transport
+
+__all__ = ["Comm", "open_comms"]
+
+T = TypeVar("T")
+
+open_comms: weakref.WeakSet[Comm] = weakref.WeakSet()
+
+
+class Comm:
+    """Ranks that communicate, a stream of calls between them, a timeout and counters.
+
+    All calls on one Comm run in start order, which must be the same on every rank; use `dup()`
+    for calls that may overtake each other. Make one by `Comm.world()`, `Comm.wrap()`, `split()`
+    or `dup()`; all of these are collective.
+
+    Attributes:
+        rank: This process's number, 0 to size - 1.
+        size: Number of ranks.
+        mpi: The mpi4py communicator this Comm was made from, for objects and for MPI's own calls.
+        nodes: For each rank, the number of the host it runs on.
+        stats: Bytes, messages and seconds waited.
+        steps: How often each named call with a codec has run: the codecs' random numbers depend
+            on it, so it is a part of what must be saved and restored.
+    """
+
+    def __init__(
+        self, mpi: MPI.Intracomm, settings: Settings, nodes: tuple[int, ...], queue: Queue | None
+    ) -> None:
+        from relaxmpi.primitives.agreement import Lane
+        from relaxmpi.primitives.notices import NoticeBoard
+        from relaxmpi.primitives.transport_mpi import MpiTransport
+
+        self.mpi, self.settings, self.nodes = mpi, settings, nodes
+        self.rank, self.size = mpi.rank, mpi.size
+        self.stats = Stats()
+        self.steps: Counter[str] = Counter()
+        self._private = data, started, ordered = mpi.Dup(), mpi.Dup(), mpi.Dup()
+        self._notices = NoticeBoard(ordered, settings.timeout, settings.warn_after, self.stats)
+        self.queue = queue if queue is not None else Queue(self._notices, self.stats)
+        self._started = Lane(started, ordered, self.stats)
+        self._inside = Lane(ordered, ordered, self.stats)
+        self._host = MpiTransport(data, settings, self.stats, len(set(nodes)))
+        self._transports: dict[str, Transport] = {}
+        self._scratch: dict[tuple[str, str], Any] = {}
+        self._door = threading.RLock()
+        self._within = ""
+        self.closed = False
+        if queue is None:
+            open_comms.add(self)
+
+    @classmethod
+    def world(cls, timeout: float | None = None) -> Comm:
+        """Return a new Comm of all ranks of this job; starts MPI if nobody has.
+
+        Args:
+            timeout: Seconds any call may wait for the peers; default `RELAXMPI_TIMEOUT` or 60.
+
+        Raises:
+            RelaxError: The launcher says that there are several ranks and the MPI library
+                says that there is one: they belong to different MPIs.
+        """
+        from relaxmpi.primitives.start import world
+
+        return cls.wrap(world(), timeout)
+
+    @classmethod
+    def wrap(cls, mpi: MPI.Intracomm, timeout: float | None = None) -> Comm:
+        """Return a new Comm of the ranks of an mpi4py communicator, which stays the caller's."""
+        from relaxmpi.primitives.start import prepare
+
+        settings, nodes = prepare(mpi, timeout)
+        return cls(mpi, settings, nodes, None)
+
+    def split(self, color: int | None, key: int = 0) -> Comm | None:
+        """Return the Comm of the ranks that give the same colour, ordered by key, then rank.
+
+        With `color=None` the rank takes part and gets None.
+        """
+        return self._split(color, key, None)
+
+    def _split(self, color: int | None, key: int, queue: Queue | None) -> Comm | None:
+        from mpi4py import MPI
+
+        group = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        if group == MPI.COMM_NULL:
+            return None
+        ranks = MPI.Group.Translate_ranks(group.group, None, self.mpi.group)
+        comm = Comm(group, self.settings, tuple(self.nodes[r] for r in ranks), queue)
+        comm._private = (*comm._private, group)
+        return comm
+
+    def dup(self) -> Comm:
+        """Return a Comm of the same ranks with a stream of its own."""
+        return Comm(self.mpi, self.settings, self.nodes, None)
+
+    def by_node(self) -> Hierarchy:
+        """Return a Hierarchy: full precision inside a node, codecs on the link between nodes."""
+        from relaxmpi.primitives.hierarchy import Hierarchy
+
+        return Hierarchy(self)
+
+    def progress(self) -> None:
+        """Move what can be moved without waiting; call it between pieces of computation."""
+        self.queue.progress()
+
+    def background(self) -> Background:
+        """Start a thread that makes progress while this one computes; close it, or use `with`.
+
+        Raises:
+            RelaxError: The MPI library was not started with MPI_THREAD_MULTIPLE.
+        """
+        from relaxmpi.primitives.background import Background
+
+        return Background(self)
+
+    def now(self) -> float:
+        """Return seconds on this world's clock; only differences have a meaning."""
+        return time.perf_counter()
+
+    def compute(self, seconds: float) -> None:
+        """Take the time that a computation of `seconds` would take, leaving the cores free."""
+        time.sleep(seconds)
+
+    def close(self) -> None:
+        """Give the private communicators back. Never communicates; a second call does nothing.
+
+        Raises:
+            RelaxError: Works are still pending: wait for them first.
+        """
+        if self.closed:
+            return
+        if self.queue.broken is None and not self.queue.idle:
+            raise RelaxError(f"{len(self.queue)} works are pending: wait for them before close()")
+        self.closed = True
+        if self.queue.broken is None:
+            open_comms.discard(self)
+            for private in self._private:
+                private.Free()
+
+    def leave(self) -> None:
+        """Tell the peers that this rank makes no more calls."""
+        self._notices.leave(self.queue.finished)
+
+    def __enter__(self) -> Comm:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<Comm rank {self.rank} of {self.size}{', closed' if self.closed else ''}>"
+
+    def transport(self, device: Device) -> Transport:
+        """Return the transport for the arrays of a device."""
+        found = self._transports.get(device.name)
+        if found is None:
+            found = self._transports[device.name] = device.transport(self._host)
+        return found
+
+    @contextmanager
+    def door(self, verb: str) -> Iterator[None]:
+        """Let one thread at a time start calls; a second is refused, naming both."""
+        if not self._door.acquire(blocking=False):
+            raise RelaxError(
+                f"thread {threading.current_thread().name!r} starts {verb} while {self._within} "
+                "on the same Comm: the ranks would see the two in different orders; give each "
+                "thread a comm.dup() of its own"
+            )
+        before, self._within = (
+            self._within,
+            f"thread {threading.current_thread().name!r} is in {verb}",
+        )
+        try:
+            yield
+        finally:
+            self._within = before
+            self._door.release()
+
+    def submit(
+        self, call: Call, flow: Flow[T], release: Callable[[], None] | None = None
+    ) -> Work[T]:
+        """Append a flow to the stream; its agreement is posted now.
+
+        `release` is called when the flow has ended, also where its agreement failed.
+        """
+        try:
+            self._check_usable(call)
+        except RelaxError:
+            if release is not None:
+                release()
+            raise
+        return self.queue.submit(_after(self._started.post(call), flow, release), call.__str__)
+
+    def _check_usable(self, call: Call) -> None:
+        if self.closed:
+            raise RelaxError(f"{call}: this Comm is closed")
+        if self.queue.broken is not None:
+            raise BrokenComm(f"{call}: this Comm broke earlier: {self.queue.broken}")
+
+    def agreed(
+        self, call: Call, flow: Flow[T], release: Callable[[], None] | None = None
+    ) -> Flow[T]:
+        """Return the flow behind an agreement that happens when it runs."""
+        if running_queue() is not self.queue:
+            raise RelaxError(
+                f"{call} inside a primitive of another Comm would hang: the two streams know "
+                "nothing of each other; use one Comm, or comm.by_node()"
+            )
+        return (yield from _after(self._inside.post(call), flow, release))
+
+    @cached_property
+    def schedule(self) -> FlatSchedule:
+        """The moves that make up a verb on this Comm."""
+        return FlatSchedule(self)
+
+    def scratch(self, device: Device, count: int, dtype: str) -> Any:
+        """Return memory that lasts until the running flow ends; flows take turns in it."""
+        held = self._scratch.get((device.name, dtype))
+        if held is None or len(held) < count:
+            held = self._scratch[device.name, dtype] = device.empty(count, dtype)
+        return held[:count]
+
+    def next_step(self, name: str) -> int:
+        """Count a call of this name: the default step of a codec's random numbers."""
+        step = self.steps[name]
+        self.steps[name] = step + 1
+        return step
+
+
+def _after(
+    agreement: Flow[None], flow: Flow[T], release: Callable[[], None] | None
+) -> Flow[T]:
+    try:
+        yield from agreement
+        return (yield from flow)
+    finally:
+        if release is not None:
+            release()

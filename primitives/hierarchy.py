@@ -1,0 +1,114 @@
+"""Hierarchy: full precision where the network is fast, the codec where it is slow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+from typing import Any
+
+from relaxmpi.primitives.comm import Comm
+from relaxmpi.primitives.devices import Device
+from relaxmpi.primitives.ops import MEAN, SUM, Op
+from relaxmpi.primitives.schedules import FlatSchedule
+from relaxmpi.primitives.wire import Coded, Wire, chunks
+from relaxmpi.primitives.work import Flow
+
+__all__ = ["Hierarchy"]
+
+
+class Hierarchy(Comm):
+    """A Comm that knows its nodes; made by `comm.by_node()`.
+
+    `allreduce` reduces in full precision inside each node, sends one share a rank, encoded,
+    between nodes, and spreads the result inside the nodes again; the mean is that over all
+    ranks also where nodes are of unequal size. `broadcast` crosses each link once. The other
+    verbs run as on a Comm.
+
+    Attributes:
+        local: The ranks of this node; on the same stream.
+        cross: The ranks of the same number on their node, one a node; None on a rank whose
+            number the smallest node does not have.
+
+    Example:
+        >>> import numpy as np, relaxmpi as rx
+        >>> with rx.Comm.world() as comm, comm.by_node() as nodes:
+        ...     rx.allreduce(nodes, np.ones(2), op=rx.MEAN)
+        array([1., 1.])
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(comm.mpi, comm.settings, comm.nodes, None)
+        sizes = Counter(self.nodes)
+        self.shares = min(sizes.values())
+        self.local = self._part(self.nodes[self.rank])
+        slot = self.local.rank
+        self.cross = self._split(slot if slot < self.shares else None, self.rank, self.queue)
+
+    def _part(self, color: int) -> Comm:
+        part = self._split(color, self.rank, self.queue)
+        assert part is not None  # a colour was given
+        return part
+
+    @cached_property
+    def schedule(self) -> FlatSchedule:
+        """The moves that make up a verb on this Hierarchy."""
+        return _ByNode(self)
+
+    def close(self) -> None:
+        """Give all its communicators back; see `Comm.close`."""
+        super().close()
+        self.local.close()
+        if self.cross is not None:
+            self.cross.close()
+
+
+class _ByNode(FlatSchedule):
+    def __init__(self, comm: Hierarchy) -> None:
+        super().__init__(comm)
+        self._nodes = comm
+
+    def allreduce(self, device: Device, x: Any, out: Any, op: Op, wire: Wire) -> Flow[None]:
+        """Reduce-scatter inside, all-reduce of one share a rank between, all-gather inside."""
+        local, cross, n = self._nodes.local, self._nodes.cross, self._nodes.size
+        shares = self._nodes.shares
+        empty = [(len(x), len(x))] * (local.size - shares)
+        bounds = chunks(len(x), shares) + empty
+        inside = wire.inside()
+        share = yield from local.schedule.reduce_scatter(
+            device, x, SUM if op.additive else op, inside, bounds
+        )
+        if cross is not None and len(share):
+            lo, _ = bounds[local.rank]
+            yield from self._between(cross, device, share, op, wire.shard(lo), n)
+        yield from local.schedule.gather(device, share, out, MEAN, inside, bounds)
+
+    def _between(
+        self, cross: Comm, device: Device, share: Any, op: Op, wire: Wire, n: int
+    ) -> Flow[None]:
+        """Reduce the nodes' sums; a coded one in the units of the mean over all n ranks."""
+        if isinstance(wire, Coded) and cross.size > 1:
+            device.scale(share, cross.size / n)
+            yield from cross.schedule.allreduce(device, share, share, MEAN, wire)
+            if op is SUM:
+                device.scale(share, n)
+            return
+        if cross.size > 1:
+            plain_op = SUM if op.additive else op
+            yield from cross.schedule.allreduce(device, share, share, plain_op, wire.inside())
+        if op is MEAN:
+            device.divide(share, n)
+
+    def broadcast(self, device: Device, x: Any, root: int) -> Flow[None]:
+        """Inside the root's node, between the first ranks of all nodes, inside the others."""
+        hierarchy, nodes = self._nodes, self._nodes.nodes
+        local, home = hierarchy.local, nodes[root] == nodes[hierarchy.rank]
+        if home and local.size > 1:
+            slot = nodes[:root].count(nodes[root])
+            yield from local.schedule.broadcast(device, x, slot)
+        if local.rank == 0 and hierarchy.cross is not None:
+            firsts = sorted(nodes.index(node) for node in set(nodes))
+            at = firsts.index(nodes.index(nodes[root]))
+            if hierarchy.cross.size > 1:
+                yield from hierarchy.cross.schedule.broadcast(device, x, at)
+        if not home and local.size > 1:
+            yield from local.schedule.broadcast(device, x, 0)

@@ -1,0 +1,131 @@
+"""Notices between ranks that wait: who waits in which call, who gave up, who left.
+
+They travel point to point and eagerly, need nobody's help, and are looked for only by ranks
+that already wait, so a healthy run pays nothing for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Any
+
+from mpi4py import MPI
+
+from relaxmpi.primitives.errors import PeerLeft, PeerTimeout, RelaxError
+from relaxmpi.primitives.stats import Stats
+from relaxmpi.primitives.work import Work
+
+__all__ = ["NoticeBoard"]
+
+_log = logging.getLogger("relaxmpi")
+_TAG = 2
+_LAYOUT = struct.Struct("<qq112s")
+_GRACE = 1.0
+
+
+class _Kind(IntEnum):
+    WAITING = 1
+    BROKEN = 2
+    LEFT = 3
+
+
+class NoticeBoard:
+    """The notices of one queue, over a private communicator of all its ranks."""
+
+    def __init__(self, mpi: MPI.Intracomm, timeout: float, warn_after: float, stats: Stats) -> None:
+        self._mpi, self._stats = mpi, stats
+        self.timeout = timeout
+        self._warn_after = min(warn_after, timeout / 2)
+        self._warned = -1
+        self._waiting: dict[int, int] = {}
+        self._gone: dict[int, tuple[_Kind, int, str]] = {}
+        self._sent: list[tuple[MPI.Request, bytes]] = []
+
+    def look(self, work: Work[Any], waited: float) -> RelaxError | None:
+        """Patience of the queue: hear the peers, warn once a call, give up at the timeout."""
+        if self._mpi.size == 1:
+            return None
+        self._hear()
+        gone = {r: said for r, said in self._gone.items() if said[1] <= work.seq}
+        if gone:
+            return self._explain_gone(work, gone)
+        if waited > self.timeout:
+            return self._give_up(work, f"waited {self.timeout:g} s for")
+        if waited > self._warn_after and self._warned < work.seq:
+            self._warned = work.seq
+            self._post(_Kind.WAITING, work.seq, work.call())
+            _log.warning(
+                "rank %d has waited %.3g s in call %d, %s; the timeout is %g s",
+                self._mpi.rank,
+                waited,
+                work.seq,
+                work.call(),
+                self.timeout,
+            )
+        return None
+
+    def leave(self, finished: int) -> None:
+        """Tell everybody that this rank's program ends after its first `finished` calls."""
+        self._post(_Kind.LEFT, finished, "")
+
+    def _explain_gone(
+        self, work: Work[Any], gone: dict[int, tuple[_Kind, int, str]]
+    ) -> RelaxError:
+        left = sorted(r for r, said in gone.items() if said[0] is _Kind.LEFT)
+        if left:
+            self._post(_Kind.BROKEN, work.seq, work.call())
+            return PeerLeft(
+                f"rank {self._mpi.rank} waits in call {work.seq}, {work.call()}, but "
+                f"{_ranks(left)} ended after {gone[left[0]][1]} calls; every rank must make the "
+                "same calls (an early exit, or fewer batches on one rank?)"
+            )
+        first = min(gone)
+        return self._give_up(work, f"rank {first} gave up in call {gone[first][1]}, {gone[first][2]};")
+
+    def _give_up(self, work: Work[Any], why: str) -> RelaxError:
+        self._post(_Kind.BROKEN, work.seq, work.call())
+        others = set(range(self._mpi.size)) - {self._mpi.rank}
+        end = time.perf_counter() + _GRACE
+        while time.perf_counter() < end and not others <= self._heard(work.seq):
+            time.sleep(1e-3)
+            self._hear()
+        silent = sorted(others - self._heard(work.seq))
+        missing = f"not heard from {_ranks(silent)}" if silent else "all other ranks wait too"
+        return PeerTimeout(
+            f"rank {self._mpi.rank} {why} call {work.seq}, {work.call()}: {missing}. This Comm "
+            "cannot be used any more; if the peers are only slow, raise Comm.world(timeout=...) "
+            "or RELAXMPI_TIMEOUT"
+        )
+
+    def _heard(self, seq: int) -> set[int]:
+        waiting = {r for r, call in self._waiting.items() if call >= seq}
+        return waiting | {r for r, said in self._gone.items() if said[0] is _Kind.BROKEN}
+
+    def _post(self, kind: _Kind, seq: int, text: str) -> None:
+        message = _LAYOUT.pack(kind, seq, text.encode()[:112])
+        for peer in range(self._mpi.size):
+            if peer != self._mpi.rank:
+                self._sent.append((self._mpi.Isend([message, MPI.BYTE], peer, _TAG), message))
+                self._stats.header_bytes += len(message)
+
+    def _hear(self) -> None:
+        status = MPI.Status()
+        self._sent = [(request, text) for request, text in self._sent if not request.Test()]
+        while self._mpi.Iprobe(MPI.ANY_SOURCE, _TAG, status):
+            message = bytearray(_LAYOUT.size)
+            self._mpi.Recv([message, MPI.BYTE], status.source, _TAG)
+            code, seq, text = _LAYOUT.unpack(message)
+            if code == _Kind.WAITING:
+                self._waiting[status.source] = seq
+            else:
+                words = text.rstrip(b"\0").decode(errors="replace")
+                self._gone.setdefault(status.source, (_Kind(code), seq, words))
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    listed = list(ranks)
+    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(map(str, listed))}"

@@ -1,0 +1,137 @@
+"""The moves of the centralised verbs among equals: who sends which chunk to whom, in which order.
+
+A compressed value is quantised exactly twice whatever the number of ranks: by its contributor
+and by the owner of its chunk (scatter-reduce, then all-gather; never a compressed ring). Every
+rank decodes the same bytes, the owner too, so all end bit-identical.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from relaxmpi.primitives.devices import Device
+from relaxmpi.primitives.ops import Op
+from relaxmpi.primitives.transport import Every, Request
+from relaxmpi.primitives.wire import Plain, Wire, chunks
+from relaxmpi.primitives.work import Flow
+
+if TYPE_CHECKING:
+    from relaxmpi.primitives.comm import Comm
+
+__all__ = ["FlatSchedule"]
+
+
+class FlatSchedule:
+    """All ranks of one Comm alike. Arrays are 1-D; with one rank, verbs never come here."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def allreduce(self, device: Device, x: Any, out: Any, op: Op, wire: Wire) -> Flow[None]:
+        """Reduce `x` over the ranks into `out`, which may be `x`."""
+        transport = self._comm.transport(device)
+        if isinstance(wire, Plain) and transport.sums(wire.dtype, op):
+            target = self._comm.scratch(device, len(x), wire.dtype) if out is x else out
+            yield transport.ireduce(x, target, op)
+            wire.finish(target, op, self._comm.size)
+            if target is not out:
+                device.copy(out, target)
+            return
+        bounds = chunks(len(x), self._comm.size)
+        total = yield from self.reduce_scatter(device, x, op, wire, bounds)
+        yield from self.gather(device, total, out, op, wire, bounds)
+
+    def reduce_scatter(
+        self, device: Device, x: Any, op: Op, wire: Wire, bounds: list[tuple[int, int]]
+    ) -> Flow[Any]:
+        """Return this rank's chunk x[slice(*bounds[rank])] of the reduction, as work numbers."""
+        comm, transport = self._comm, self._comm.transport(device)
+        n, me = comm.size, comm.rank
+        lo, hi = bounds[me]
+        inbox = {r: wire.room(hi - lo) for r in range(n) if r != me}
+        arriving = {r: transport.irecv(inbox[r], r) for r in inbox} if hi > lo else {}
+        leaving: list[Request] = []
+        for r in _others(me, n):
+            if bounds[r][1] > bounds[r][0]:
+                leaving.append(transport.isend(wire.pack(x, *bounds[r]), r))
+        total = device.empty(hi - lo, wire.work)
+        if hi > lo:
+            inbox[me] = wire.pack(x, lo, hi)
+            for r in range(n):
+                if r != me:
+                    yield arriving[r]
+                if r == 0:
+                    wire.start(inbox[r], total)
+                else:
+                    wire.fold(inbox[r], total, op)
+            wire.finish(total, op, n)
+        yield Every(leaving)
+        return total
+
+    def gather(
+        self,
+        device: Device,
+        total: Any,
+        out: Any,
+        op: Op,
+        wire: Wire,
+        bounds: list[tuple[int, int]],
+    ) -> Flow[None]:
+        """Fill `out` from the reduced chunks that the ranks hold as work numbers."""
+        comm, transport = self._comm, self._comm.transport(device)
+        n, me = comm.size, comm.rank
+        lo, hi = bounds[me]
+        filled = [r for r in range(n) if bounds[r][1] > bounds[r][0]]
+        landing = {r: wire.landing(out[slice(*bounds[r])]) for r in filled if r != me}
+        arriving = {r: transport.irecv(landing[r], r) for r in landing}
+        leaving: list[Request] = []
+        if hi > lo:
+            mine = wire.repack(total, lo, hi)
+            leaving = [transport.isend(mine, r) for r in _others(me, n)]
+            wire.unpack(mine, out[lo:hi], op, n)
+        for r in landing:
+            yield arriving[r]
+            wire.unpack(landing[r], out[slice(*bounds[r])], op, n)
+        yield Every(leaving)
+
+    def allgather(self, device: Device, x: Any, places: list[Any], wire: Wire) -> Flow[None]:
+        """Fill `places[r]` with the numbers of rank r."""
+        comm, transport = self._comm, self._comm.transport(device)
+        me = comm.rank
+        landing = {
+            r: wire.landing(p) for r, p in enumerate(places) if r != me and len(p)
+        }
+        arriving = {r: transport.irecv(landing[r], r) for r in landing}
+        leaving: list[Request] = []
+        if len(x):
+            mine = wire.pack(x, 0, len(x))
+            leaving = [transport.isend(mine, r) for r in _others(me, comm.size)]
+            wire.unpack(mine, places[me], Op.MEAN, comm.size)
+        for r in landing:
+            yield arriving[r]
+            wire.unpack(landing[r], places[r], Op.MEAN, comm.size)
+        yield Every(leaving)
+
+    def alltoall(self, device: Device, x: Any, out: Any) -> Flow[None]:
+        """Send the r-th of n equal parts of `x` to rank r; `out` is another array."""
+        comm, transport = self._comm, self._comm.transport(device)
+        n, me = comm.size, comm.rank
+        each = len(x) // n
+        if not each:
+            return
+        parts = [slice(r * each, (r + 1) * each) for r in range(n)]
+        others = _others(me, n)
+        moving = [transport.irecv(out[parts[r]], r) for r in others]
+        moving += [transport.isend(x[parts[r]], r) for r in others]
+        device.copy(out[parts[me]], x[parts[me]])
+        yield Every(moving)
+
+    def broadcast(self, device: Device, x: Any, root: int) -> Flow[None]:
+        """Fill `x` on every rank with that of `root`."""
+        if len(x):
+            yield self._comm.transport(device).ibroadcast(x, root)
+
+
+def _others(me: int, n: int) -> list[int]:
+    """Every other rank, each rank beginning with its right-hand neighbour."""
+    return [(me + k) % n for k in range(1, n)]

@@ -1,0 +1,59 @@
+"""The library's settings: every `RELAXMPI_*` environment variable is read here and nowhere else."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+__all__ = ["Settings"]
+
+_PREFIX = "RELAXMPI_"
+_SET_BY_TOOLS = ("RELAXMPI_LAB", "RELAXMPI_TEST_")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What may be set from outside; field `timeout` is the variable `RELAXMPI_TIMEOUT`.
+
+    Attributes:
+        timeout: Seconds the operation at the head of a Comm may wait for its peers.
+        warn_after: Seconds after which a waiting rank says so, and asks who else waits.
+        max_message: Bytes of the largest single MPI message; longer buffers go in pieces.
+        segment: Bytes of the pieces sent between nodes, below MPI's rendezvous threshold.
+        ranks_per_node: Pretend that nodes hold this many consecutive ranks (0: ask the hosts).
+
+    Example:
+        >>> Settings.read({"RELAXMPI_TIMEOUT": "5"}).timeout
+        5.0
+    """
+
+    timeout: float = 60.0
+    warn_after: float = 10.0
+    max_message: int = 2**30
+    segment: int = 32 * 1024
+    ranks_per_node: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "warn_after", "max_message", "segment"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{_PREFIX}{name.upper()} must be above zero")
+        if self.ranks_per_node < 0:
+            raise ValueError(f"{_PREFIX}RANKS_PER_NODE must not be negative (0 asks the hosts)")
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
+        """Read the environment; unknown names and unreadable values are a ValueError."""
+        kinds: dict[str, Any] = {_PREFIX + f.name.upper(): f for f in fields(cls)}
+        given = {}
+        for name, text in environ.items():
+            if not name.startswith(_PREFIX) or name.startswith(_SET_BY_TOOLS):
+                continue
+            if name not in kinds:
+                raise ValueError(f"unknown setting {name}; there are {', '.join(sorted(kinds))}")
+            field = kinds[name]
+            try:
+                given[field.name] = type(field.default)(text)
+            except ValueError:
+                kind = type(field.default).__name__
+                raise ValueError(f"{name} must be a number ({kind}), not {text!r}") from None
+        return cls(**given)

@@ -1,0 +1,62 @@
+"""How a process joins the job: MPI's start, hosts, and settings that must agree."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from relaxmpi.primitives.errors import MismatchError, RelaxError
+from relaxmpi.primitives.settings import Settings
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["prepare", "world"]
+
+_LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+def world() -> MPI.Intracomm:
+    """Start MPI if needed and return COMM_WORLD; RelaxError where launcher and library differ."""
+    from mpi4py import MPI
+
+    said = next((int(os.environ[name]) for name in _LAUNCHERS if name in os.environ), 1)
+    if said > 1 and MPI.COMM_WORLD.size == 1:
+        raise RelaxError(
+            f"the launcher started {said} ranks, but the MPI library sees one: mpirun and the "
+            f"library ({MPI.Get_library_version().split(',')[0]}) belong to different MPIs. "
+            "Use the mpirun beside this Python; `relaxmpi doctor` shows both"
+        )
+    return MPI.COMM_WORLD
+
+
+def prepare(mpi: MPI.Intracomm, timeout: float | None) -> tuple[Settings, tuple[int, ...]]:
+    """Read the settings, see that they agree, and find out which ranks share a host."""
+    from mpi4py import MPI
+
+    from relaxmpi.primitives.exits import install
+
+    install()
+    settings = Settings.read()
+    if timeout is not None:
+        settings = replace(settings, timeout=timeout)
+    layout = np.array([settings.max_message, settings.segment, settings.ranks_per_node], "i8")
+    all_ = np.empty((mpi.size, layout.size), "i8")
+    mpi.Allgather(layout, all_)
+    if not (all_ == layout).all():
+        raise MismatchError(
+            "RELAXMPI_MAX_MESSAGE, RELAXMPI_SEGMENT and RELAXMPI_RANKS_PER_NODE must be equal on "
+            f"all ranks; they are {all_.tolist()}"
+        )
+    if settings.ranks_per_node:
+        return settings, tuple(r // settings.ranks_per_node for r in range(mpi.size))
+    host = mpi.Split_type(MPI.COMM_TYPE_SHARED)
+    first = np.array([MPI.Group.Translate_ranks(host.group, [0], mpi.group)[0]], "i8")
+    host.Free()
+    firsts = np.empty(mpi.size, "i8")
+    mpi.Allgather(first, firsts)
+    order = sorted(set(firsts.tolist()))
+    return settings, tuple(order.index(f) for f in firsts.tolist())

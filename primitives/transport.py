@@ -1,0 +1,55 @@
+"""What a world must be able to move: about ten non-blocking moves of contiguous numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from relaxmpi.primitives.ops import Op
+
+__all__ = ["Every", "Request", "Transport"]
+
+
+class Request(Protocol):
+    """Something under way. It keeps its buffers alive until `test` has answered True."""
+
+    def test(self) -> bool:
+        """Whether it has completed; drives it, and never blocks."""
+
+
+class Every:
+    """Several requests as one."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._left = list(requests)
+
+    def test(self) -> bool:
+        """Whether all have completed."""
+        while self._left and self._left[-1].test():
+            self._left.pop()
+        return not self._left
+
+
+class Transport(Protocol):
+    """Moves 1-D arrays of one device between the ranks of one communicator.
+
+    Messages between two ranks arrive in the order they were sent, so flows, which run in the
+    same order everywhere, need no tags.
+    """
+
+    def isend(self, data: Any, dest: int) -> Request:
+        """Start sending the bytes of `data`."""
+
+    def irecv(self, data: Any, source: int) -> Request:
+        """Start receiving exactly the bytes of `data`."""
+
+    def ibroadcast(self, data: Any, root: int) -> Request:
+        """Start a broadcast of the bytes of `data`."""
+
+    def sums(self, dtype: str, op: Op) -> bool:
+        """Whether `ireduce` may be used: the world adds these numbers exactly as we would."""
+
+    def ireduce(self, data: Any, out: Any, op: Op) -> Request:
+        """Start an all-reduce of `data` into `out` (another array); MEAN is left as the sum."""
