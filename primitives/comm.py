@@ -227,6 +227,11 @@ class Comm:
             raise RelaxError(f"{call}: this Comm is closed")
         if self.queue.broken is not None:
             raise BrokenComm(f"{call}: this Comm broke earlier: {self.queue.broken}")
+        if running_queue() is self.queue:
+            raise RelaxError(
+                f"{call}: a call inside a primitive would wait for itself; write "
+                "`yield from verb.flow(...)` there"
+            )
 
     def agreed(
         self, call: Call, flow: Flow[T], release: Callable[[], None] | None = None

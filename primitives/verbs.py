@@ -106,9 +106,9 @@ def _reduce_number(
 ) -> Plan[Any]:
     if out is not None or codec is not None:
         raise TypeError("a Python number is reduced without out= and codec=")
-    if isinstance(x, (bool, int, np.integer)) and op is Op.MEAN:
+    if isinstance(x, (int, np.integer)) and op is Op.MEAN:
         x = float(x)
-    array = np.array([int(x) if isinstance(x, bool) else x])
+    array = np.array([x], np.int64 if isinstance(x, int) else None)
     flat = device_of(array).flat(array)
     _check_op(flat.dtype, op, None)
     call = _call("allreduce of a number", flat, op.value, None, name, None)
