@@ -11,14 +11,16 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import numba  # type: ignore[import-untyped]
-from numba.core import caching  # type: ignore[import-untyped]
-from numba.core.compiler_lock import global_compiler_lock  # type: ignore[import-untyped]
-
 __all__ = ["inlined", "jit"]
+
+# By name, because numba is typed in part, and which part depends on its version.
+numba: Any = import_module("numba")
+caching: Any = import_module("numba.core.caching")
+compiler_lock: Any = import_module("numba.core.compiler_lock").global_compiler_lock
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +56,7 @@ def jit(function: Callable[P, R]) -> Callable[P, R]:
 
     def compile_under_lock(signature: Any) -> Any:
         # numba's own lock first: another thread may compile a caller of this kernel.
-        with global_compiler_lock:
+        with compiler_lock:
             if _shared.usable:
                 try:
                     if isinstance(dispatcher._cache, caching.NullCache):

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
 from relaxmpi.primitives._jit import inlined, jit
 
 Floats = NDArray[Any]
@@ -16,7 +15,7 @@ BLOCK = 4096
 
 @inlined
 def _range(x: Floats, header: Floats) -> None:
-    """header = (min x, max x), or two NaN where x holds a NaN or an infinity.
+    """Header = (min x, max x), or two NaN where x holds a NaN or an infinity.
 
     As in `largest`, on integers: the map v ^ (v >> 31 & 0x7fffffff) orders floats, with the
     infinities at 0x7f800000 and -0x7f800001 and NaN beyond them.
@@ -68,9 +67,8 @@ def _on_grid(header: Floats) -> bool:
     spread = header[1] * small - header[0] * small
     if most == 0:
         return True
-    return spread > _tiny(header) and most * small * header.dtype.type(
-        255
-    ) <= spread * header.dtype.type(16384)
+    fine: bool = most * small * header.dtype.type(255) <= spread * header.dtype.type(16384)
+    return fine and bool(spread > _tiny(header))
 
 
 @inlined

@@ -10,107 +10,17 @@ contraction d when |C(x) - x|^2 <= (1 - d) |x|^2. Buckets begin at the first ele
 A bucket that holds a NaN or an infinity decodes to NaN, all of it, and changes no other one.
 """
 
-import zlib
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
-
-from relaxmpi.primitives.devices import kernels_for
-from relaxmpi.primitives.philox import Stream
+from relaxmpi.primitives._codec import Codec, Floats, KernelCodec, Key, Payload
 
 __all__ = ["Cast", "Codec", "Identity", "Key", "MinMaxUInt8", "OneBit", "Quantizer"]
 
-Floats = NDArray[Any]
-Payload = NDArray[np.uint8]
-
-
-class Key(NamedTuple):
-    """What a payload is for; two encodings round with the same numbers only if keys are equal.
-
-    Attributes:
-        name: name of the buffer.
-        step: number of the step, modulo 2**32.
-        rank: the rank that encodes, below 2**24.
-        site: 0 where a worker encodes, 1 where the owner of a chunk encodes the mean.
-    """
-
-    name: str = ""
-    step: int = 0
-    rank: int = 0
-    site: int = 0
-
-    def stream(self, seed: int) -> Stream:
-        """The random numbers of this key."""
-        if not 0 <= self.rank < 2**24 or not 0 <= self.site < 256:
-            raise ValueError(f"rank must be below 2**24 and site below 256, not {self}")
-        return Stream(
-            seed, zlib.crc32(self.name.encode()), self.step % 2**32, self.rank | self.site << 24
-        )
-
-
-class Codec(ABC):
-    """Numbers to bytes and back.
-
-    All arrays are one-dimensional, contiguous and native; numbers are float32 or float64.
-    """
-
-    @abstractmethod
-    def nbytes(self, count: int, dtype: DTypeLike) -> int:
-        """Exact size of the payload of `count` numbers; 0 for none."""
-
-    @abstractmethod
-    def encode(self, x: Floats, payload: Payload, *, key: Key = Key(), offset: int = 0) -> None:
-        """Fill `payload[:nbytes]` from x, which is not changed.
-
-        Args:
-            x: the numbers.
-            payload: bytes, at least `nbytes(x.size, x.dtype)` of them.
-            key: what the payload is for.
-            offset: index of x[0] in the whole buffer. Random numbers belong to an index, so
-                that pieces of a buffer are rounded as in one call.
-
-        Raises:
-            TypeError: an array of another type.
-            ValueError: an array of another shape, or too small a payload.
-        """
-
-    @abstractmethod
-    def decode(self, payload: Payload, out: Floats) -> None:
-        """Fill `out`, which has the size and the type of what was encoded."""
-
-    def decode_add(self, payload: Payload, out: Floats) -> None:
-        """Add the decoded numbers to `out`."""
-        decoded = out.copy()
-        self.decode(payload, decoded)
-        kernels_for(out).accumulate(out, decoded)
-
-    def encode_feedback(
-        self, x: Floats, residual: Floats, payload: Payload, *, key: Key = Key(), offset: int = 0
-    ) -> None:
-        """Encode u = x + residual, and leave residual = u - decoded (Seide et al. 2014).
-
-        So decoded + residual = u to one ulp. Where the decoded numbers are not finite, the
-        residual stays as it was: a bad step is seen, and not remembered.
-        """
-        _check_residual(x, residual)
-        kernels = kernels_for(x)
-        u = x.copy()
-        kernels.accumulate(u, residual)
-        self.encode(u, payload, key=key, offset=offset)
-        decoded = u.copy()
-        self.decode(payload, decoded)
-        kernels.leave(u, decoded, residual)
-
-    def describe(self) -> str:
-        """What ranks must agree on before they exchange payloads."""
-        return repr(self)
-
 
 @dataclass(frozen=True)
-class Identity(Codec):
+class Identity(KernelCodec):
     """The bytes themselves: the oracle, and sums in a fixed order.
 
     C(x) = x; itemsize bytes an element.
@@ -123,20 +33,21 @@ class Identity(Codec):
     [1.5, -2.0]
     """
 
-    def nbytes(self, count: int, dtype: DTypeLike) -> int:
-        return count * _float_type(dtype).itemsize
+    def _nbytes(self, count: int, itemsize: int) -> int:
+        return count * itemsize
 
-    def encode(self, x: Floats, payload: Payload, *, key: Key = Key(), offset: int = 0) -> None:
-        _check(self, x, payload)
-        payload[: x.nbytes] = x.view(np.uint8)
+    def _encode(self, kernels: Any, x: Floats, payload: Payload, key: Key, offset: int) -> None:
+        payload[:] = x.view(np.uint8)
 
-    def decode(self, payload: Payload, out: Floats) -> None:
-        _check(self, out, payload)
-        out.view(np.uint8)[:] = payload[: out.nbytes]
+    def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
+        numbers = np.empty_like(out) if add else out
+        numbers.view(np.uint8)[:] = payload
+        if add:
+            kernels.accumulate(out, numbers)
 
 
 @dataclass(frozen=True)
-class Cast(Codec):
+class Cast(KernelCodec):
     """Round to 16-bit floats, to nearest even.
 
     |C(x) - x| <= 2**-11 |x| for fp16 (2**-14 <= |x| <= 65504), 2**-8 |x| for bf16; 2 bytes an
@@ -160,27 +71,23 @@ class Cast(Codec):
         if self.to not in ("fp16", "bf16"):
             raise ValueError(f'Cast takes "fp16" or "bf16", not {self.to!r}')
 
-    def nbytes(self, count: int, dtype: DTypeLike) -> int:
-        _float_type(dtype)
+    def _nbytes(self, count: int, itemsize: int) -> int:
         return 2 * count
 
-    def encode(self, x: Floats, payload: Payload, *, key: Key = Key(), offset: int = 0) -> None:
-        halves = payload[: _check(self, x, payload)].view(np.uint16)
-        if self.to == "fp16":
-            kernels_for(x).narrow_fp16(x, halves, saturate=True)
-        else:
-            kernels_for(x).narrow_bf16(x, halves, saturate=True)
+    def _encode(self, kernels: Any, x: Floats, payload: Payload, key: Key, offset: int) -> None:
+        narrow = kernels.narrow_fp16 if self.to == "fp16" else kernels.narrow_bf16
+        narrow(x, payload.view(np.uint16), saturate=True)
 
-    def decode(self, payload: Payload, out: Floats) -> None:
-        halves = payload[: _check(self, out, payload)].view(np.uint16)
-        if self.to == "fp16":
-            kernels_for(out).widen_fp16(halves, out)
-        else:
-            kernels_for(out).widen_bf16(halves, out)
+    def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
+        widen = kernels.widen_fp16 if self.to == "fp16" else kernels.widen_bf16
+        numbers = np.empty_like(out) if add else out
+        widen(payload.view(np.uint16), numbers)
+        if add:
+            kernels.accumulate(out, numbers)
 
 
 @dataclass(frozen=True)
-class MinMaxUInt8(Codec):
+class MinMaxUInt8(KernelCodec):
     """8 bits between the smallest and the largest number of one chunk: the codec of BAGUA.
 
     With the range r = max - min, in the arithmetic of x:
@@ -206,25 +113,18 @@ class MinMaxUInt8(Codec):
     (64, [0, 63, 127, 191, 255])
     """
 
-    def nbytes(self, count: int, dtype: DTypeLike) -> int:
-        _float_type(dtype)
-        return 32 + 32 * -(-count // 32) if count else 0
+    def _nbytes(self, count: int, itemsize: int) -> int:
+        return 32 + 32 * -(-count // 32)
 
-    def encode(self, x: Floats, payload: Payload, *, key: Key = Key(), offset: int = 0) -> None:
-        if size := _check(self, x, payload):
-            kernels_for(x).quantise_minmax(x, payload[:size])
+    def _encode(self, kernels: Any, x: Floats, payload: Payload, key: Key, offset: int) -> None:
+        kernels.quantise_minmax(x, payload)
 
-    def decode(self, payload: Payload, out: Floats) -> None:
-        if size := _check(self, out, payload):
-            kernels_for(out).dequantise_minmax(payload[:size], out, add=False)
-
-    def decode_add(self, payload: Payload, out: Floats) -> None:
-        if size := _check(self, out, payload):
-            kernels_for(out).dequantise_minmax(payload[:size], out, add=True)
+    def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
+        kernels.dequantise_minmax(payload, out, add=add)
 
 
 @dataclass(frozen=True)
-class Quantizer(Codec):
+class Quantizer(KernelCodec):
     """b-bit quantiser with one scale a bucket; the quantiser of QSGD (Alistarh et al. 2017).
 
     With s = 2**(b-1) - 1 and N = M or |x|_2: a = s |x_i| / N, C(x_i) = sgn(x_i) N level / s, where
@@ -276,52 +176,40 @@ class Quantizer(Codec):
         if self.seed not in range(2**32):
             raise ValueError(f"seed must be an integer in [0, 2**32), not {self.seed!r}")
 
-    def nbytes(self, count: int, dtype: DTypeLike) -> int:
-        itemsize = _float_type(dtype).itemsize
+    def _nbytes(self, count: int, itemsize: int) -> int:
         return -(-self.bits * count // 8) + itemsize * -(-count // self.bucket)
 
-    def encode(self, x: Floats, payload: Payload, *, key: Key = Key(), offset: int = 0) -> None:
-        if size := _check(self, x, payload, offset):
-            stream = None if self.stochastic is False else key.stream(self.seed)
-            kernels_for(x).quantise(
-                x,
-                payload[:size],
-                **self._scheme(),
-                l2=self.norm == "l2",
-                stream=stream,
-                offset=offset,
-            )
+    def _encode(self, kernels: Any, x: Floats, payload: Payload, key: Key, offset: int) -> None:
+        kernels.quantise(
+            x,
+            payload,
+            bits=self.bits,
+            bucket=self.bucket,
+            l2=self.norm == "l2",
+            stream=None if self.stochastic is False else key.stream(self.seed),
+            offset=offset,
+        )
 
-    def encode_feedback(
-        self, x: Floats, residual: Floats, payload: Payload, *, key: Key = Key(), offset: int = 0
+    def _encode_feedback(
+        self, kernels: Any, x: Floats, residual: Floats, payload: Payload, key: Key, offset: int
     ) -> None:
-        _check_residual(x, residual)
-        if size := _check(self, x, payload, offset):
-            stream = key.stream(self.seed) if self.stochastic else None
-            kernels_for(x).quantise_feedback(
-                x,
-                residual,
-                payload[:size],
-                **self._scheme(),
-                l2=self.norm == "l2",
-                stream=stream,
-                offset=offset,
-            )
+        kernels.quantise_feedback(
+            x,
+            residual,
+            payload,
+            bits=self.bits,
+            bucket=self.bucket,
+            l2=self.norm == "l2",
+            stream=key.stream(self.seed) if self.stochastic else None,
+            offset=offset,
+        )
 
-    def decode(self, payload: Payload, out: Floats) -> None:
-        if size := _check(self, out, payload):
-            kernels_for(out).dequantise(payload[:size], out, **self._scheme(), add=False)
-
-    def decode_add(self, payload: Payload, out: Floats) -> None:
-        if size := _check(self, out, payload):
-            kernels_for(out).dequantise(payload[:size], out, **self._scheme(), add=True)
-
-    def _scheme(self) -> dict[str, int]:
-        return {"bits": self.bits, "bucket": self.bucket}
+    def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
+        kernels.dequantise(payload, out, bits=self.bits, bucket=self.bucket, add=add)
 
 
 @dataclass(frozen=True)
-class OneBit(Codec):
+class OneBit(KernelCodec):
     """Signs with one scale a bucket, sgn(0) = +1; use it with error feedback.
 
     - "l1": C(x) = mean|x| sgn(x) (Karimireddy et al. 2019): contraction, exactly
@@ -354,70 +242,19 @@ class OneBit(Codec):
             raise ValueError(f'scale must be "l1" or "l2", not {self.scale!r}')
         _check_bucket(self.bucket)
 
-    def nbytes(self, count: int, dtype: DTypeLike) -> int:
-        return -(-count // 8) + _float_type(dtype).itemsize * -(-count // self.bucket)
+    def _nbytes(self, count: int, itemsize: int) -> int:
+        return -(-count // 8) + itemsize * -(-count // self.bucket)
 
-    def encode(self, x: Floats, payload: Payload, *, key: Key = Key(), offset: int = 0) -> None:
-        if size := _check(self, x, payload):
-            kernels_for(x).sign(x, payload[:size], bucket=self.bucket, l2=self.scale == "l2")
+    def _encode(self, kernels: Any, x: Floats, payload: Payload, key: Key, offset: int) -> None:
+        kernels.sign(x, payload, bucket=self.bucket, l2=self.scale == "l2")
 
-    def encode_feedback(
-        self, x: Floats, residual: Floats, payload: Payload, *, key: Key = Key(), offset: int = 0
+    def _encode_feedback(
+        self, kernels: Any, x: Floats, residual: Floats, payload: Payload, key: Key, offset: int
     ) -> None:
-        _check_residual(x, residual)
-        if size := _check(self, x, payload):
-            kernels_for(x).sign_feedback(
-                x, residual, payload[:size], bucket=self.bucket, l2=self.scale == "l2"
-            )
+        kernels.sign_feedback(x, residual, payload, bucket=self.bucket, l2=self.scale == "l2")
 
-    def decode(self, payload: Payload, out: Floats) -> None:
-        if size := _check(self, out, payload):
-            kernels_for(out).unsign(payload[:size], out, bucket=self.bucket, add=False)
-
-    def decode_add(self, payload: Payload, out: Floats) -> None:
-        if size := _check(self, out, payload):
-            kernels_for(out).unsign(payload[:size], out, bucket=self.bucket, add=True)
-
-
-def _float_type(dtype: DTypeLike) -> np.dtype[Any]:
-    kind = np.dtype(dtype)
-    if kind not in (np.dtype(np.float32), np.dtype(np.float64)):
-        raise TypeError(f"codecs take float32 and float64, not {kind}; convert with astype first")
-    return kind
-
-
-def _check_numbers(x: Floats, what: str) -> None:
-    _float_type(x.dtype)
-    if x.ndim != 1 or not x.flags.c_contiguous:
-        raise ValueError(
-            f"{what} must be one-dimensional and contiguous, not of shape {x.shape} and strides "
-            f"{x.strides}; pass numpy.ravel(x), which copies if it must"
-        )
-
-
-def _check(codec: Codec, x: Floats, payload: Payload, offset: int = 0) -> int:
-    """Check the arguments, and return the size of the payload."""
-    _check_numbers(x, "the array of numbers")
-    if payload.dtype != np.uint8:
-        raise TypeError(f"the payload must be uint8, not {payload.dtype}; use payload.view('u1')")
-    size = codec.nbytes(x.size, x.dtype)
-    if payload.ndim != 1 or payload.size < size or not payload.flags.c_contiguous:
-        raise ValueError(
-            f"the payload of {x.size} numbers needs {size} contiguous bytes, not shape "
-            f"{payload.shape}; allocate codec.nbytes(x.size, x.dtype)"
-        )
-    if offset < 0:
-        raise ValueError(f"offset is an index into the whole buffer, not {offset}")
-    return size
-
-
-def _check_residual(x: Floats, residual: Floats) -> None:
-    _check_numbers(residual, "the residual")
-    if residual.dtype != x.dtype or residual.shape != x.shape:
-        raise ValueError(
-            f"the residual must be like x, {x.shape} of {x.dtype}, not {residual.shape} of "
-            f"{residual.dtype}; keep one residual for each buffer"
-        )
+    def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
+        kernels.unsign(payload, out, bucket=self.bucket, add=add)
 
 
 def _check_bucket(bucket: int) -> None:

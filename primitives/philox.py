@@ -85,4 +85,5 @@ def uniforms(words: NDArray[np.uint32]) -> NDArray[np.float32]:
     >>> float(uniforms(np.array([0xFFFFFFFF], np.uint32))[0]) == 1 - 2**-24
     True
     """
-    return (words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+    numbers: NDArray[np.float32] = np.ldexp((words >> np.uint32(8)).astype(np.float32), -24)
+    return numbers

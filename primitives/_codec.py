@@ -1,0 +1,190 @@
+"""The interface of codecs, and the checks that all of them share."""
+
+import zlib
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+from relaxmpi.primitives.devices import kernels_for
+from relaxmpi.primitives.philox import Stream
+
+Floats = NDArray[Any]
+Payload = NDArray[np.uint8]
+
+
+class Key(NamedTuple):
+    """What a payload is for; two encodings round with the same numbers only if keys are equal.
+
+    Attributes:
+        name: name of the buffer.
+        step: number of the step, modulo 2**32.
+        rank: the rank that encodes, below 2**24.
+        site: 0 where a worker encodes, 1 where the owner of a chunk encodes the mean.
+    """
+
+    name: str = ""
+    step: int = 0
+    rank: int = 0
+    site: int = 0
+
+    def stream(self, seed: int) -> Stream:
+        """The random numbers of this key."""
+        if not 0 <= self.rank < 2**24 or not 0 <= self.site < 256:
+            raise ValueError(f"rank must be below 2**24 and site below 256, not {self}")
+        return Stream(
+            seed, zlib.crc32(self.name.encode()), self.step % 2**32, self.rank | self.site << 24
+        )
+
+
+NO_KEY = Key()
+
+
+class Codec(ABC):
+    """Numbers to bytes and back.
+
+    All arrays are one-dimensional, contiguous and native; numbers are float32 or float64.
+    """
+
+    @abstractmethod
+    def nbytes(self, count: int, dtype: DTypeLike) -> int:
+        """Exact size of the payload of `count` numbers; 0 for none."""
+
+    @abstractmethod
+    def encode(self, x: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0) -> None:
+        """Fill `payload[:nbytes]` from x, which is not changed.
+
+        Args:
+            x: the numbers.
+            payload: bytes, at least `nbytes(x.size, x.dtype)` of them.
+            key: what the payload is for.
+            offset: index of x[0] in the whole buffer. Random numbers belong to an index, so
+                that pieces of a buffer are rounded as in one call.
+
+        Raises:
+            TypeError: an array of another type.
+            ValueError: an array of another shape, or too small a payload.
+        """
+
+    @abstractmethod
+    def decode(self, payload: Payload, out: Floats) -> None:
+        """Fill `out`, which has the size and the type of what was encoded."""
+
+    def decode_add(self, payload: Payload, out: Floats) -> None:
+        """Add the decoded numbers to `out`."""
+        decoded = out.copy()
+        self.decode(payload, decoded)
+        kernels_for(out).accumulate(out, decoded)
+
+    def encode_feedback(
+        self, x: Floats, residual: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0
+    ) -> None:
+        """Encode u = x + residual, and leave residual = u - decoded (Seide et al. 2014).
+
+        So decoded + residual = u to one ulp. Where the decoded numbers are not finite, the
+        residual stays as it was: a bad step is seen, and not remembered.
+        """
+        check_residual(x, residual)
+        kernels = kernels_for(x)
+        u = x.copy()
+        kernels.accumulate(u, residual)
+        self.encode(u, payload, key=key, offset=offset)
+        decoded = u.copy()
+        self.decode(payload, decoded)
+        kernels.leave(u, decoded, residual)
+
+    def describe(self) -> str:
+        """What ranks must agree on before they exchange payloads."""
+        return repr(self)
+
+
+class KernelCodec(Codec):
+    """A codec over kernels: arguments are checked here, once, and empty arrays end here."""
+
+    def nbytes(self, count: int, dtype: DTypeLike) -> int:
+        """Exact size of the payload of `count` numbers; 0 for none."""
+        itemsize = float_type(dtype).itemsize
+        return self._nbytes(count, itemsize) if count else 0
+
+    def encode(self, x: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0) -> None:
+        """Fill `payload`: see `Codec`."""
+        if size := self._check(x, payload, offset):
+            self._encode(kernels_for(x), x, payload[:size], key, offset)
+
+    def decode(self, payload: Payload, out: Floats) -> None:
+        """Fill `out`: see `Codec`."""
+        if size := self._check(out, payload):
+            self._decode(kernels_for(out), payload[:size], out, add=False)
+
+    def decode_add(self, payload: Payload, out: Floats) -> None:
+        """Add the decoded numbers to `out`."""
+        if size := self._check(out, payload):
+            self._decode(kernels_for(out), payload[:size], out, add=True)
+
+    def encode_feedback(
+        self, x: Floats, residual: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0
+    ) -> None:
+        """Encode x + residual and keep what is lost: see `Codec`."""
+        check_residual(x, residual)
+        if size := self._check(x, payload, offset):
+            self._encode_feedback(kernels_for(x), x, residual, payload[:size], key, offset)
+
+    def _check(self, x: Floats, payload: Payload, offset: int = 0) -> int:
+        return check_arrays(x, payload, self.nbytes(x.size, x.dtype), offset)
+
+    @abstractmethod
+    def _nbytes(self, count: int, itemsize: int) -> int: ...
+
+    @abstractmethod
+    def _encode(self, kernels: Any, x: Floats, payload: Payload, key: Key, offset: int) -> None: ...
+
+    @abstractmethod
+    def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None: ...
+
+    def _encode_feedback(
+        self, kernels: Any, x: Floats, residual: Floats, payload: Payload, key: Key, offset: int
+    ) -> None:
+        super().encode_feedback(x, residual, payload, key=key, offset=offset)
+
+
+def float_type(dtype: DTypeLike) -> np.dtype[Any]:
+    """The type, if it is one that codecs take."""
+    kind = np.dtype(dtype)
+    if kind not in (np.dtype(np.float32), np.dtype(np.float64)):
+        raise TypeError(f"codecs take float32 and float64, not {kind}; convert with astype first")
+    return kind
+
+
+def check_numbers(x: Floats, what: str) -> None:
+    """One-dimensional contiguous floats, or an error that says what to do."""
+    float_type(x.dtype)
+    if x.ndim != 1 or not x.flags.c_contiguous:
+        raise ValueError(
+            f"{what} must be one-dimensional and contiguous, not of shape {x.shape} and strides "
+            f"{x.strides}; pass numpy.ravel(x), which copies if it must"
+        )
+
+
+def check_arrays(x: Floats, payload: Payload, size: int, offset: int) -> int:
+    """Check the arguments of a codec; returns `size`, that of the payload."""
+    check_numbers(x, "the array of numbers")
+    if payload.dtype != np.uint8:
+        raise TypeError(f"the payload must be uint8, not {payload.dtype}; use payload.view('u1')")
+    if payload.ndim != 1 or payload.size < size or not payload.flags.c_contiguous:
+        raise ValueError(
+            f"the payload of {x.size} numbers needs {size} contiguous bytes, not shape "
+            f"{payload.shape}; allocate codec.nbytes(x.size, x.dtype)"
+        )
+    if offset < 0:
+        raise ValueError(f"offset is an index into the whole buffer, not {offset}")
+    return size
+
+
+def check_residual(x: Floats, residual: Floats) -> None:
+    """The residual is like x, or an error says so."""
+    check_numbers(residual, "the residual")
+    if residual.dtype != x.dtype or residual.shape != x.shape:
+        raise ValueError(
+            f"the residual must be like x, {x.shape} of {x.dtype}, not {residual.shape} of "
+            f"{residual.dtype}; keep one residual for each buffer"
+        )
