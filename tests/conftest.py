@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("mpi_timeout", "seconds one multi-rank test may take", default="60")
+    parser.addini("mpi_grace", "seconds the others get once one rank has failed", default="3")
 
 
 @pytest.hookimpl(trylast=True)  # after the terminal reporter has been set up

@@ -12,7 +12,6 @@ from mpi_worlds.reports import Phases, merge, unanimous
 from mpi_worlds.stacks import Stack, required, stacks
 from mpi_worlds.world import World
 
-GRACE = 3.0  # seconds the other ranks get to finish once one has failed
 START = 120.0  # seconds a world may take to come up
 ATTEMPTS = 2  # worlds in a row that may fail to come up
 
@@ -62,12 +61,16 @@ class Outer:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         # Stable: items without ranks first, then worlds of one kind together.
-        items.sort(key=lambda i: (self.stacks.index(p.stack) + 1, p.n) if (p := place(i)) else (0, 0))
+        items.sort(
+            key=lambda i: (self.stacks.index(p.stack) + 1, p.n) if (p := place(i)) else (0, 0)
+        )
         for item in items:
             if p := place(item):
                 self.left.setdefault(p, []).append(item)
 
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool | None:
         where = place(item)
         if where is None and (nextitem is None or place(nextitem) is None):
             return None
@@ -125,7 +128,7 @@ class Outer:
         return "no world", f"the world of {world.n} ranks {what} (exit {code})\n{world.job.log()}"
 
     def await_item(self, world: World, item: pytest.Item) -> Trouble | None:
-        limit = self.limit(item)
+        limit, grace = self.limit(item), float(self.config.getini("mpi_grace"))
         broke = None
         for now in _ticks(limit):
             # Asked before reading: what a world that has ended wrote is then all there.
@@ -143,7 +146,7 @@ class Outer:
                 )
             if broke is None and any(_broken(phases) for phases in ranks):
                 broke = now
-            if broke is not None and now - broke > GRACE:
+            if broke is not None and now - broke > grace:
                 return "others hang", f"rank {', '.join(late)} did not finish\n{world.stacks()}"
         return "timeout", f"rank {', '.join(late)} did not finish in {limit:g} s\n{world.stacks()}"
 

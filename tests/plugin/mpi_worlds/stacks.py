@@ -23,10 +23,10 @@ _SETTINGS = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "NUMBA_NUM_THREADS": "1",
+    # libfabric looks for hardware for a second whenever MPI starts; all ranks are on this machine.
+    "OMPI_MCA_btl": "^ofi",
 }
+_THREADS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 
 class Stack(NamedTuple):
@@ -62,7 +62,8 @@ def required() -> bool:
 
 def environment() -> dict[str, str]:
     """The environment of a launcher: no traces of an outer job, root and many ranks allowed."""
-    return {k: v for k, v in os.environ.items() if not _foreign(k)} | _SETTINGS
+    kept = {k: v for k, v in os.environ.items() if not _foreign(k)}
+    return _SETTINGS | kept | _THREADS
 
 
 def world_size() -> int | None:

@@ -82,7 +82,14 @@ class World:
         pids = self._pids()
         for pid in pids.values():
             send(pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        files = [self._folder / f"stack-{pid}" for pid in pids.values()]
+        deadline, seen = time.monotonic() + 3, [-1]
+        while time.monotonic() < deadline:
+            sizes = [file.stat().st_size for file in files]
+            if sizes == seen and all(sizes):
+                break
+            seen = sizes
+            time.sleep(0.1)
         texts = []
         for rank, pid in sorted(pids.items()):
             lines = (self._folder / f"stack-{pid}").read_text().splitlines()
