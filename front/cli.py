@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
-from relaxmpi import __version__, lab
+from relaxmpi import __version__, doctor, lab
 from relaxmpi.units import parse_duration, parse_rate
 
 __all__ = ["main"]
@@ -89,6 +89,7 @@ def _lab(options: argparse.Namespace) -> int:
 
 
 _COMMANDS = {
+    "doctor": _Command("check this installation", doctor.add_options, doctor.run),
     "lab": _Command("run an MPI program on an emulated slow network", _lab_options, _lab),
 }
 

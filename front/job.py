@@ -10,6 +10,7 @@ This process ends the job when its standard input ends, thus when the lab does, 
 
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -35,6 +36,7 @@ __all__ = ["AGENT", "SCRATCH", "Spec"]
 
 SCRATCH = "/dev/shm"
 AGENT = f"{SCRATCH}/agent"
+_LOST_RACE = re.compile(rb"\[host\d+:\d+\] plm:ssh: Warning: setpgid\(.*\n")
 
 
 class Spec(NamedTuple):
@@ -86,7 +88,8 @@ def _launch(spec: Spec) -> int:
     if child:
         return child
     try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these two
+            signal.signal(number, signal.SIG_DFL)
         for namespace in spec.namespaces[0]:
             enter(namespace)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -117,19 +120,37 @@ def _first_process(spec: Spec) -> int:
             return _status(status)
 
 
+def _copy_errors(source: int) -> bool:
+    """Copy what is there of the job's standard error; return whether there may be more.
+
+    The launcher warns, at about every second start, of a race that it has lost and that does
+    not matter; in front of every table that a script prints, that would alarm people.
+    """
+    errors = os.read(source, 65536)
+    os.write(2, _LOST_RACE.sub(b"", errors))
+    return bool(errors)
+
+
 def main() -> int:
     """Run the job of the specification in the first argument; return its exit status."""
     namespaces, command = json.loads(sys.argv[1])
     spec = Spec([(net, uts) for net, uts in namespaces], command)
+    errors, errors_of_job = os.pipe()
     unshare(PID | MOUNT | IPC)
     first = os.fork()
     if first == 0:
+        os.dup2(errors_of_job, 2)
         os._exit(_first_process(spec))
+    os.close(errors_of_job)
     signal.signal(signal.SIGTERM, lambda number, frame: os.kill(first, number))
-    handle = os.pidfd_open(first)
-    ended = select.select([handle, sys.stdin.fileno()], [], [])[0]
-    if handle not in ended:
-        os.kill(first, signal.SIGKILL)
+    lab = sys.stdin.fileno()
+    while True:  # until no process of the job is left to write an error
+        ready = select.select([errors, lab], [], [])[0]
+        if lab in ready:
+            os.kill(first, signal.SIGKILL)
+            break
+        if not _copy_errors(errors):
+            break
     return _status(os.waitpid(first, 0)[1])
 
 
