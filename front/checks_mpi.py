@@ -129,7 +129,8 @@ def check_library() -> Finding:
     facts = _library()
     if "error" in facts:
         return bad("MPI library", f"mpi4py cannot start MPI ({facts['error']})", _INSTALL)
-    return ok("MPI library", str(facts["library"]).split(", package")[0].splitlines()[0].strip())
+    name = str(facts["library"]).split(", package")[0].splitlines()[0]
+    return ok("MPI library", " ".join(name.split()))
 
 
 def check_threads() -> Finding:
@@ -148,7 +149,9 @@ def check_threads() -> Finding:
 def check_fault_tolerance() -> Finding:
     """Whether the library can go on after a rank has died (ULFM)."""
     if _library().get("ulfm"):
-        return ok("ULFM", "available; start with: mpirun --with-ft ulfm")
+        how = {"Open MPI": "mpirun --with-ft ulfm", "MPICH": "mpiexec -disable-auto-cleanup"}
+        start = how.get(_library_flavour(), "your launcher's option for it")
+        return ok("ULFM", f"available; survivors go on if started with {start}")
     return ok("ULFM", "not available: the death of one rank ends the job")
 
 

@@ -76,7 +76,11 @@ def _furnish(namespaces: Sequence[tuple[int, int]]) -> None:
     agent.write_text(_agent(namespaces))
     agent.chmod(0o700)
     if Path("/etc/hosts").exists():
-        names = [f"{address(n)} host{n}" for n in range(1, len(namespaces) + 1)]
+        # The second form is what a socket of both IP versions calls its peer; torch looks it up.
+        names = [
+            f"{address(n)} host{n}\n::ffff:{address(n)} host{n}-mapped"
+            for n in range(1, len(namespaces) + 1)
+        ]
         table = Path(f"{SCRATCH}/hosts")
         table.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
         mount(str(table), "/etc/hosts", flags=MS_BIND)

@@ -78,14 +78,15 @@ def refusal() -> str | None:
 
 
 def _module(name: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of this library in a bare interpreter.
+    """Return the command that runs a module of this folder in a bare interpreter.
 
-    It finds what this process finds, yet without site-packages' start-up files: an environment
-    with torch would spend more time on those than on the whole network.
+    Without site-packages' start-up files, which take longer in some environments than to start
+    the whole network; so the package, which an editable install finds by them, is made here.
     """
     start = (
-        f"import sys; sys.path[:] = {sys.path!r}; import runpy; "
-        f"runpy.run_module({name!r}, run_name='__main__', alter_sys=True)"
+        "import runpy, sys, types; package = types.ModuleType('relaxmpi'); "
+        f"package.__path__ = [{str(Path(__file__).parent)!r}]; sys.modules['relaxmpi'] = package; "
+        f"runpy.run_module('relaxmpi.{name}', run_name='__main__', alter_sys=True)"
     )
     return [sys.executable, "-I", "-S", "-c", start, *arguments]
 
@@ -143,7 +144,7 @@ class Lab:
             raise LabError(why)
         numbers = (self.hosts, self.latency, self.bandwidth / 8, self.mtu)
         switch = subprocess.Popen(
-            _module("relaxmpi.switch", *map(str, numbers)),
+            _module("switch", *map(str, numbers)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -227,7 +228,7 @@ class Lab:
             raise ValueError(f"ranks_per_host must be at least 1, not {ranks_per_host}")
         spec = Spec(self._namespaces, self._launch_line(command, ranks_per_host, mpirun))
         job = subprocess.Popen(
-            _module("relaxmpi.job", json.dumps(spec)),
+            _module("job", json.dumps(spec)),
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=stderr,

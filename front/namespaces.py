@@ -102,10 +102,12 @@ def address(host: int) -> str:
     return f"10.78.0.{host}"
 
 
-def _set(name: str, value: str) -> None:
-    """Set a kernel parameter of this network namespace where the kernel has it."""
-    with contextlib.suppress(OSError):
-        Path("/proc/sys/net", name).write_text(value)
+def _set(name: str, *values: str) -> None:
+    """Set a kernel parameter of this network namespace to the first value that it accepts."""
+    for value in values:
+        with contextlib.suppress(OSError):
+            Path("/proc/sys/net", name).write_text(value)
+            return
 
 
 def make_host(number: int, mtu: int) -> Host:
@@ -125,6 +127,9 @@ def make_host(number: int, mtu: int) -> Host:
     fcntl.ioctl(tap, _TUNSETIFF, struct.pack("16sH22x", b"eth0", kind))
     fcntl.ioctl(tap, _TUNSETOFFLOAD, _OFFLOADS)
     mac = bytes((2, 0x78, 0, 0, 0, number))
+    # The same TCP everywhere, so that figures can be compared: Linux' usual one, or where the
+    # machine is set up for another, the one that is always allowed and behaves much like it.
+    _set("ipv4/tcp_congestion_control", "cubic", "reno")
     # No router solicitations and the like: they would share the emulated links with the job.
     _set("ipv6/conf/eth0/disable_ipv6", "1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:

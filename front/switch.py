@@ -109,13 +109,25 @@ def forward(
             up[source] = free
 
 
+def _hurry() -> None:
+    """Let the switch go before the ranks that it serves.
+
+    Real time keeps 95 % of 1 Gbit/s when every core is busy with ranks, a better nice value
+    80 %. The switch sleeps most of the time, and the kernel's limit on real time holds anyway.
+    """
+    set_timer_slack()
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except OSError:  # no real time in this control group
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
+
+
 def main() -> None:
     """Make the hosts and join them."""
     hosts = int(sys.argv[1])
     latency, byte_rate, mtu = float(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
     made = [make_host(number, mtu) for number in range(1, hosts + 1)]
-    os.setpriority(os.PRIO_PROCESS, 0, -5)
-    set_timer_slack()
+    _hurry()
     print(json.dumps([[host.net, host.uts] for host in made]), flush=True)
     forward(made, sys.stdin.fileno(), latency, byte_rate, _QUEUE_FRAMES * max(mtu, 1500))
 
