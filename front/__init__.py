@@ -9,9 +9,10 @@ from typing import Any
 
 _HOME = {
     "relaxmpi.primitives": (
-        "Comm Hierarchy Work primitive allreduce reduce_scatter allgather broadcast alltoall barrier "
-        "SUM MEAN MAX MIN Op Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit ErrorFeedback Bucket "
-        "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
+        "Comm Hierarchy Work primitive allreduce reduce_scatter allgather broadcast alltoall "
+        "barrier SUM MEAN MAX MIN Op Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit "
+        "ErrorFeedback Bucket RelaxError MismatchError PeerTimeout PeerLeft BrokenComm "
+        "NonFiniteError Deadlock"
     ).split(),
     "relaxmpi.algorithms": "Algorithm SGD QSGD attach".split(),
 }

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from relaxmpi.primitives.errors import RelaxError
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from relaxmpi.primitives.comm import Comm
 
 __all__ = ["Background"]
@@ -66,7 +68,7 @@ class Background:
         self._thread.join()
         self._queue.filled = None
 
-    def __enter__(self) -> Background:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
@@ -21,7 +21,6 @@ from relaxmpi.primitives.work import Flow, Queue, Work, running_queue
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
     from relaxmpi.primitives.agreement import Call
     from relaxmpi.primitives.background import Background
     from relaxmpi.primitives.hierarchy import Hierarchy
@@ -62,7 +61,8 @@ class Comm:
         self.rank, self.size = mpi.rank, mpi.size
         self.stats = Stats()
         self.steps: Counter[str] = Counter()
-        self._private = data, started, ordered = mpi.Dup(), mpi.Dup(), mpi.Dup()
+        data, started, ordered = mpi.Dup(), mpi.Dup(), mpi.Dup()
+        self._private: tuple[MPI.Intracomm, ...] = data, started, ordered
         self._notices = NoticeBoard(ordered, settings.timeout, settings.warn_after, self.stats)
         self.queue = queue if queue is not None else Queue(self._notices, self.stats)
         self._started = Lane(started, ordered, self.stats)
@@ -109,7 +109,9 @@ class Comm:
     def _split(self, color: int | None, key: int, queue: Queue | None) -> Comm | None:
         from mpi4py import MPI
 
-        group = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        group = cast(
+            "MPI.Intracomm", self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        )
         if group == MPI.COMM_NULL:
             return None
         ranks = MPI.Group.Translate_ranks(group.group, None, self.mpi.group)
@@ -169,7 +171,7 @@ class Comm:
         """Tell the peers that this rank makes no more calls."""
         self._notices.leave(self.queue.finished)
 
-    def __enter__(self) -> Comm:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -263,9 +265,7 @@ class Comm:
         return step
 
 
-def _after(
-    agreement: Flow[None], flow: Flow[T], release: Callable[[], None] | None
-) -> Flow[T]:
+def _after(agreement: Flow[None], flow: Flow[T], release: Callable[[], None] | None) -> Flow[T]:
     try:
         yield from agreement
         return (yield from flow)

@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-
 from relaxmpi.primitives.devices import Flat
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.transport import Transport
@@ -24,6 +23,7 @@ _FORMATS = {
     ).split()
 }
 _STORAGE = {**{name: dtype for dtype, name in _FORMATS.items()}, "bfloat16": np.dtype(np.uint16)}
+_SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 _FOLD = {Op.SUM: np.add, Op.MEAN: np.add, Op.MAX: np.maximum, Op.MIN: np.minimum}
 
 
@@ -108,15 +108,22 @@ class Cpu:
         return data.view(np.uint8)
 
     def cast(self, data: Any, dtype: str, to: str) -> Any:
-        """Convert between formats; bfloat16 by its bits, so that torch is not needed."""
+        """Convert between formats, to nearest even, overflow to an infinity."""
         if dtype == to:
             return data
-        if dtype == "bfloat16":
-            return (data.astype(np.uint32) << 16).view(np.float32).astype(to, copy=False)
-        if to == "bfloat16":
-            return _to_bfloat16(data)
-        with np.errstate(over="ignore"):
-            return data.astype(to)
+        out = self.empty(len(data), to)
+        if dtype in _SHORT:
+            getattr(self.kernels, f"widen_{_SHORT[dtype]}")(data.view(np.uint16), out)
+        elif to in _SHORT:
+            narrow = getattr(self.kernels, f"narrow_{_SHORT[to]}")
+            narrow(data, out.view(np.uint16), saturate=False)
+        else:
+            np.copyto(out, data)
+        return out
+
+    def zeros(self, count: int, dtype: str) -> Any:
+        """Return zeros."""
+        return np.zeros(count, _STORAGE[dtype])
 
     def copy(self, out: Any, data: Any) -> None:
         """Copy `data` into `out`."""
@@ -144,12 +151,3 @@ class Cpu:
     def transport(self, host: Transport) -> Transport:
         """Host memory moves by the host's transport itself."""
         return host
-
-
-def _to_bfloat16(data: Any) -> Any:
-    bits = np.ascontiguousarray(data, np.float32).view(np.uint32)
-    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    return np.where(nan, ((bits >> 16) | 0x40).astype(np.uint16), rounded)
-
-

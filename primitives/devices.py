@@ -51,6 +51,9 @@ class Device(Protocol):
     def empty(self, count: int, dtype: str) -> Any:
         """Return uninitialised scratch."""
 
+    def zeros(self, count: int, dtype: str) -> Any:
+        """Return zeros."""
+
     def like(self, x: Any, shape: Sequence[int]) -> Any:
         """Make a new buffer of the caller's kind and dtype."""
 

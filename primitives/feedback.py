@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from relaxmpi.primitives.codecs import Codec
+from relaxmpi.primitives.devices import Device
 
 __all__ = ["ErrorFeedback"]
 
@@ -64,11 +65,11 @@ class ErrorFeedback:
     def _release(self) -> None:
         self.busy = False
 
-    def site(self, side: str, lo: int, hi: int, zeros: Callable[[int], Any]) -> Any:
+    def site(self, side: str, lo: int, hi: int, device: Device, dtype: str) -> Any:
         """Return the residual of elements lo to hi as a "worker" (contributor) or "owner"."""
         found = self._residuals.get((side, lo, hi))
         if found is None:
-            found = self._residuals[side, lo, hi] = zeros(hi - lo)
+            found = self._residuals[side, lo, hi] = device.zeros(hi - lo, dtype)
         return found
 
     def residual(self, side: str) -> dict[tuple[int, int], Any]:

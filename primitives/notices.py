@@ -14,7 +14,6 @@ from enum import IntEnum
 from typing import Any
 
 from mpi4py import MPI
-
 from relaxmpi.primitives.errors import PeerLeft, PeerTimeout, RelaxError
 from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.work import Work
@@ -72,9 +71,7 @@ class NoticeBoard:
         """Tell everybody that this rank's program ends after its first `finished` calls."""
         self._post(_Kind.LEFT, finished, "")
 
-    def _explain_gone(
-        self, work: Work[Any], gone: dict[int, tuple[_Kind, int, str]]
-    ) -> RelaxError:
+    def _explain_gone(self, work: Work[Any], gone: dict[int, tuple[_Kind, int, str]]) -> RelaxError:
         left = sorted(r for r, said in gone.items() if said[0] is _Kind.LEFT)
         if left:
             self._post(_Kind.BROKEN, work.seq, work.call())
@@ -84,7 +81,9 @@ class NoticeBoard:
                 "same calls (an early exit, or fewer batches on one rank?)"
             )
         first = min(gone)
-        return self._give_up(work, f"rank {first} gave up in call {gone[first][1]}, {gone[first][2]};")
+        return self._give_up(
+            work, f"rank {first} gave up in call {gone[first][1]}, {gone[first][2]};"
+        )
 
     def _give_up(self, work: Work[Any], why: str) -> RelaxError:
         self._post(_Kind.BROKEN, work.seq, work.call())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from relaxmpi.primitives.agreement import Call
 from relaxmpi.primitives.work import Flow, Work
@@ -18,12 +18,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Plan(NamedTuple, Generic[T]):
-    """A validated call of a verb: what the ranks must agree on, and the flow that carries it out."""
+class Plan(Generic[T]):
+    """A validated call of a verb.
 
-    call: Call
-    flow: Flow[T]
-    release: Callable[[], None] | None = None
+    Attributes:
+        call: What the ranks must agree on.
+        flow: What carries it out.
+        release: Called when it has ended, well or badly.
+    """
+
+    __slots__ = ("call", "flow", "release")
+
+    def __init__(
+        self, call: Call, flow: Flow[T], release: Callable[[], None] | None = None
+    ) -> None:
+        self.call, self.flow, self.release = call, flow, release
 
 
 class Primitive(Generic[P, T]):
@@ -40,6 +49,7 @@ class Primitive(Generic[P, T]):
         update_wrapper(self, build)
 
     def __call__(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Block until done and return the result."""
         with comm.door(self.__name__):
             return self._submit(comm, *args, **kwargs).wait()
 

@@ -98,9 +98,7 @@ class FlatSchedule:
         """Fill `places[r]` with the numbers of rank r."""
         comm, transport = self._comm, self._comm.transport(device)
         me = comm.rank
-        landing = {
-            r: wire.landing(p) for r, p in enumerate(places) if r != me and len(p)
-        }
+        landing = {r: wire.landing(p) for r, p in enumerate(places) if r != me and len(p)}
         arriving = {r: transport.irecv(landing[r], r) for r in landing}
         leaving: list[Request] = []
         if len(x):

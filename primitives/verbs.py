@@ -10,11 +10,9 @@ rank that passed it, for a wrong argument.
 from __future__ import annotations
 
 from collections.abc import Generator
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
 from relaxmpi.primitives.agreement import Call
 from relaxmpi.primitives.codecs import Codec, Key
 from relaxmpi.primitives.devices import Flat, device_of

@@ -156,14 +156,9 @@ class Coded:
         if self._memory is None:
             self._codec.encode(x, payload, key=key, offset=lo)
         else:
-            residual = self._memory.site(site, lo, hi, self._zeros)
+            residual = self._memory.site(site, lo, hi, self._device, self.work)
             self._codec.encode_feedback(x, residual, payload, key=key, offset=lo)
         return payload
-
-    def _zeros(self, count: int) -> Any:
-        zeros = self._device.empty(count, self.work)
-        zeros[:] = 0
-        return zeros
 
     def _bytes(self, count: int) -> Any:
         return self._device.empty(self._codec.nbytes(count, self.work), "uint8")

@@ -45,7 +45,17 @@ class Work(Generic[T]):
         array([1., 1., 1.])
     """
 
-    __slots__ = ("_done", "_error", "_flow", "_queue", "_request", "_value", "call", "posted", "seq")
+    __slots__ = (
+        "_done",
+        "_error",
+        "_flow",
+        "_queue",
+        "_request",
+        "_value",
+        "call",
+        "posted",
+        "seq",
+    )
 
     def __init__(self, queue: Queue, flow: Flow[T], call: Callable[[], str], seq: int) -> None:
         self._queue, self._flow, self._request = queue, flow, None

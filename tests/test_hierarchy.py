@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 import relaxmpi as rx
 
 MANY = pytest.mark.ranks(2, 3, 4)

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 import relaxmpi as rx
 
 RANKS = pytest.mark.ranks(1, 2, 3, 4)
@@ -64,7 +63,9 @@ def test_extremes(comm, dtype, op):
         expected = contribution(0, d, dtype)
         for r in range(1, comm.size):
             expected = fold(expected, contribution(r, d, dtype))
-        assert np.array_equal(rx.allreduce(comm, contribution(comm.rank, d, dtype), op=op), expected)
+        assert np.array_equal(
+            rx.allreduce(comm, contribution(comm.rank, d, dtype), op=op), expected
+        )
 
 
 @RANKS
