@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from relaxmpi.primitives._jit import inlined, jit
 
 Codes = NDArray[np.uint8]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from relaxmpi.primitives._jit import jit
 
 Floats = NDArray[Any]

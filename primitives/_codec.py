@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
 from relaxmpi.primitives.devices import kernels_for
 from relaxmpi.primitives.philox import Stream
 

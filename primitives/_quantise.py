@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from relaxmpi.primitives._bits import pack_bucket, unpack_bucket
 from relaxmpi.primitives._jit import inlined, jit
 from relaxmpi.primitives._random import fill_elements

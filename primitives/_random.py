@@ -2,6 +2,7 @@
 
 import numpy as np
 from numpy.typing import NDArray
+
 from relaxmpi.primitives._jit import inlined, jit
 from relaxmpi.primitives.philox import Stream
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from relaxmpi.primitives._jit import inlined
 
 Floats = NDArray[Any]

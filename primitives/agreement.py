@@ -15,6 +15,7 @@ from typing import NoReturn
 
 import numpy as np
 from mpi4py import MPI
+
 from relaxmpi.primitives.errors import MismatchError
 from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.work import Flow

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+
 from relaxmpi.primitives._codec import Codec, Floats, KernelCodec, Key, Payload
 
 __all__ = ["Cast", "Codec", "Identity", "Key", "MinMaxUInt8", "OneBit", "Quantizer"]

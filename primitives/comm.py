@@ -21,6 +21,8 @@ from relaxmpi.primitives.work import Flow, Queue, Work, running_queue
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from typing_extensions import Self
+
     from relaxmpi.primitives.agreement import Call
     from relaxmpi.primitives.background import Background
     from relaxmpi.primitives.hierarchy import Hierarchy

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+
 from relaxmpi.primitives.devices import Flat
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.transport import Transport

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from mpi4py import MPI
+
 from relaxmpi.primitives.comm import open_comms
 
 __all__ = ["install"]

@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import Any
 
 from mpi4py import MPI
+
 from relaxmpi.primitives.errors import PeerLeft, PeerTimeout, RelaxError
 from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.work import Work

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from relaxmpi.primitives.errors import MismatchError, RelaxError
 from relaxmpi.primitives.settings import Settings
 
@@ -35,6 +36,7 @@ def world() -> MPI.Intracomm:
 def prepare(mpi: MPI.Intracomm, timeout: float | None) -> tuple[Settings, tuple[int, ...]]:
     """Read the settings, see that they agree, and find out which ranks share a host."""
     from mpi4py import MPI
+
     from relaxmpi.primitives.exits import install
 
     install()

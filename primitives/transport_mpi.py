@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.settings import Settings
 from relaxmpi.primitives.stats import Stats

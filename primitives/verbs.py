@@ -13,6 +13,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from relaxmpi.primitives.agreement import Call
 from relaxmpi.primitives.codecs import Codec, Key
 from relaxmpi.primitives.devices import Flat, device_of

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from relaxmpi import __version__, cli, lab
 from relaxmpi.units import parse_duration, parse_rate
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from relaxmpi import checks_machine, checks_mpi, doctor
 from relaxmpi.findings import ok
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 import relaxmpi as rx
 
 MANY = pytest.mark.ranks(2, 3, 4)

@@ -12,6 +12,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+
 from relaxmpi import lab
 from relaxmpi.switch import wire_bytes
 

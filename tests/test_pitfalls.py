@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+
 import relaxmpi as rx
 
 MANY = pytest.mark.ranks(2, 3, 4)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 import relaxmpi as rx
 
 RANKS = pytest.mark.ranks(1, 2, 3, 4)
