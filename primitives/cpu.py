@@ -104,10 +104,6 @@ class Cpu:
             return x.new_empty(tuple(shape))
         return np.empty(tuple(shape), x.dtype if isinstance(x, np.ndarray) else self.flat(x).dtype)
 
-    def bytes(self, data: Any) -> Any:
-        """View a 1-D array as uint8."""
-        return data.view(np.uint8)
-
     def cast(self, data: Any, dtype: str, to: str) -> Any:
         """Convert between formats, to nearest even, overflow to an infinity."""
         if dtype == to:

@@ -34,7 +34,11 @@ class Flat(NamedTuple):
 
 
 class Device(Protocol):
-    """Where a buffer lives. `Array` below is this device's own 1-D array type, sliceable."""
+    """Where a buffer lives.
+
+    Its own 1-D arrays have len, slices, view, copy, dtype, shape, size, ndim and flags, as those
+    of numpy and CuPy do; everything else is asked of the device.
+    """
 
     name: str
 
@@ -56,9 +60,6 @@ class Device(Protocol):
 
     def like(self, x: Any, shape: Sequence[int]) -> Any:
         """Make a new buffer of the caller's kind and dtype."""
-
-    def bytes(self, data: Any) -> Any:
-        """View a 1-D array as uint8."""
 
     def cast(self, data: Any, dtype: str, to: str) -> Any:
         """Convert numbers (round to nearest even); the same array where nothing changes."""

@@ -42,6 +42,10 @@ class ErrorFeedback:
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.codec!r})"
 
+    def describe(self) -> str:
+        """What ranks must agree on before they exchange payloads."""
+        return f"ErrorFeedback({self.codec.describe()})"
+
     def claim(self, *layout: str) -> Callable[[], None]:
         """Bind to one buffer layout at the first use; ValueError where it changes or overlaps.
 

@@ -323,7 +323,7 @@ def _call(
 ) -> Call:
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, not {type(name).__name__}")
-    told = None if codec is None else f"codec {codec!r}"
+    told = None if codec is None else f"codec {codec.describe()}"
     when = None if step is None else f"step {step}"
     return Call((verb, how, flat.dtype, str(flat.shape), told, name and f"name {name!r}", when))
 
