@@ -220,6 +220,11 @@ class Lab:
 
         Returns:
             The job's exit status; 124 if it was stopped after ``timeout``.
+
+        Note:
+            Open MPI 5.0.11 now and then misses the end of a program on another host that ends
+            within a few milliseconds, such as ``true``, and waits for ever. MPI programs and
+            whatever else takes longer are not affected.
         """
         if self._switch is None:
             raise RuntimeError("the lab is not open; use it in a with-statement")
