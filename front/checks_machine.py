@@ -109,7 +109,7 @@ def check_kernel_cache() -> Finding:
     beside = Path(__file__).resolve().parent
     places = [Path(given)] if given else [beside, Path.home() / ".cache"]
     for place in places:
-        existing = next((p for p in (place, *place.parents) if p.exists()), Path("/"))
+        existing = next(p for p in (place, *place.parents) if os.access(p, os.F_OK))
         if os.access(existing, os.W_OK):
             return ok("kernel cache", f"{place} can be written")
     return warn(

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from relaxmpi.findings import Finding, bad, ok, warn
 
@@ -27,6 +28,7 @@ __all__ = [
     "check_threads",
     "check_wheels",
     "launched_size",
+    "world",
 ]
 
 _PROBE = """
@@ -87,7 +89,9 @@ def _run(*command: str) -> tuple[int, str, str]:
 
 
 def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no reason")
+    """Return the last line with words in it, for launchers frame what they say."""
+    lines = [line.strip() for line in text.splitlines() if re.search("[a-zA-Z]", line)]
+    return lines[-1] if lines else "no reason given"
 
 
 @cache
@@ -135,7 +139,10 @@ def check_library() -> Finding:
 
 def check_threads() -> Finding:
     """Whether several threads may call MPI."""
-    level = _library().get("threads", "unknown")
+    facts = _library()
+    if "error" in facts:
+        return warn("MPI threads", "unknown", "see the line of the MPI library")
+    level = facts["threads"]
     if level == "multiple":
         return ok("MPI threads", "multiple")
     return warn(
@@ -195,6 +202,8 @@ def check_job() -> Finding:
     launcher = _launcher()
     if launcher is None:
         return warn("job of 2 ranks", "not tried, without a launcher", _INSTALL)
+    if "error" in _library():
+        return warn("job of 2 ranks", "not tried, as MPI does not start", "see the MPI library")
     path, flavour = launcher
     status, output, errors = _run(path, "-n", "2", sys.executable, "-c", _PROBE)
     sizes = re.findall(r'"size": (\d+)', output)
@@ -209,23 +218,35 @@ def check_job() -> Finding:
     return bad("job of 2 ranks", f"fails with status {status}: {_last_line(errors)}", advice)
 
 
+@cache
+def world() -> Any:
+    """Return MPI's world if a launcher started this process and MPI starts, or else None."""
+    launched_by_open_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ
+    if launched_size() is None:
+        return None
+    if launched_by_open_mpi and _library_flavour() == "MPICH":
+        return None  # it would abort this process
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):
+        return None
+    return MPI.COMM_WORLD
+
+
 def check_size() -> Finding:
     """Whether the launcher around this process and its library agree on the number of ranks."""
     expected = launched_size()
     if expected is None:
         return ok("this job", "not under a launcher")
-    try:
-        from mpi4py import MPI
-
-        size = MPI.COMM_WORLD.size
-    except (ImportError, RuntimeError) as error:
-        return bad("this job", f"MPI does not start: {error}", _INSTALL)
-    if size == expected:
-        return ok("this job", f"{size} ranks")
+    comm = world()
+    if comm is not None and comm.size == expected:
+        return ok("this job", f"{expected} ranks")
+    seen = "does not start" if comm is None else f"says {comm.size}"
     return bad(
         "this job",
-        f"the launcher says {expected} ranks, the library says {size}",
-        "launcher and library are of different MPIs; see the line of the launcher",
+        f"the launcher says {expected} ranks, the library {seen}",
+        f"launcher and library ({_library_flavour()}) are of different MPIs; start with the "
+        f"mpiexec of that one, or {_INSTALL}",
     )
 
 

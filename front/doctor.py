@@ -8,7 +8,6 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from relaxmpi import checks_machine, checks_mpi
 from relaxmpi.findings import Finding, bad, ok, warn
@@ -101,17 +100,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
-def _world() -> Any:
-    """Return MPI's world if a launcher started this process and MPI starts, or else None."""
-    if checks_mpi.launched_size() is None:
-        return None
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError):
-        return None
-    return MPI.COMM_WORLD
-
-
 def _is_first() -> bool:
     """Say whether the launcher calls this rank 0, whatever the library believes."""
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -120,7 +108,7 @@ def _is_first() -> bool:
 
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
-    world = _world()
+    world = checks_mpi.world()
     about_job = []
     if world is not None and world.size > 1:
         hosts = world.gather(platform.node())

@@ -1,8 +1,9 @@
 """Emulated hosts on one machine, joined by a network of a chosen latency and bandwidth.
 
 Each host has its own network interface and host name. The ranks of one host talk through shared
-memory, ranks of different hosts only by TCP through `relaxmpi.switch`. Needs Linux, root,
-/dev/net/tun and Open MPI 5.
+memory, ranks of different hosts only by TCP through `relaxmpi.switch`. All hosts share the files
+of the machine, except that a job sees processes of its own only and starts with an empty
+/dev/shm. Needs Linux, root, /dev/net/tun and Open MPI 5.
 
 Example:
     >>> from relaxmpi.lab import Lab
@@ -219,6 +220,11 @@ class Lab:
 
         Returns:
             The job's exit status; 124 if it was stopped after ``timeout``.
+
+        Note:
+            Open MPI 5.0.11 now and then misses the end of a program on another host that ends
+            within a few milliseconds, such as ``true``, and waits for ever. MPI programs and
+            whatever else takes longer are not affected.
         """
         if self._switch is None:
             raise RuntimeError("the lab is not open; use it in a with-statement")

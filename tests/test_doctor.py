@@ -71,7 +71,7 @@ def test_under_a_launcher_one_report_with_the_layout():
 @pytest.fixture
 def probes(monkeypatch):
     """Forget what earlier probes have found, and let a test say what they find."""
-    caches = checks_mpi._library, checks_mpi._launcher
+    caches = checks_mpi._library, checks_mpi._launcher, checks_mpi.world
     for cache in caches:
         cache.cache_clear()
     yield monkeypatch
@@ -124,6 +124,14 @@ def test_library_that_cannot_be_loaded(probes):
     assert found.status == "bad"
     assert "cannot load MPI library" in found.text
     assert checks_mpi.check_threads().status == "warn"
+
+
+def test_open_mpis_launcher_around_mpich_is_not_tried_in_this_process(probes):
+    library(probes, library="MPICH Version: 5.0.2")
+    probes.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    found = checks_mpi.check_size()
+    assert found.text == "the launcher says 4 ranks, the library does not start"
+    assert "library (MPICH)" in found.advice
 
 
 def test_launcher_of_another_mpi(probes):
@@ -195,7 +203,7 @@ def test_more_threads_than_cores(monkeypatch):
 
 def test_kernel_cache(monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", "/nowhere/at/all")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.F_OK)
     found = checks_machine.check_kernel_cache()
     assert found.status == "warn"
     assert "NUMBA_CACHE_DIR" in found.advice

@@ -216,7 +216,9 @@ def start(mark, *arguments):
 @emulated
 def test_two_labs_at_once_pass_their_statuses_through(clean):
     first = start(clean, "--", "sh", "-c", "sleep 1; exit 7")
-    second = start(clean, "--", "sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo done")
+    second = start(
+        clean, "--", "sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo done; sleep 0.2"
+    )
     assert second.communicate(timeout=30)[0] == "done\ndone\n"
     assert second.returncode == 0
     assert first.wait(timeout=30) == 7
@@ -255,7 +257,7 @@ def test_a_signal_leaves_nothing(clean, number, status):
 @emulated
 def test_an_error_in_the_callers_code_leaves_nothing(clean):
     with pytest.raises(ZeroDivisionError), lab.Lab(hosts=2) as network:
-        assert network.run(["true"], timeout=30, env={"MARK": clean}) == 0
+        assert network.run(["sleep", "0.2"], timeout=30, env={"MARK": clean}) == 0
         1 / 0  # noqa: B018
     with pytest.raises(RuntimeError, match="with-statement"):
         network.run(["true"])
