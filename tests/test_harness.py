@@ -228,7 +228,8 @@ def test_a_launcher_started_by_hand_is_honoured(tmp_path: Path, stack: Stack) ->
     assert "12 deselected" in job.log()
 
 
-def test_a_module_that_only_the_ranks_cannot_import(tmp_path: Path, stack: Stack) -> None:
+def test_a_module_that_only_the_ranks_cannot_import(tmp_path: Path) -> None:
+    stack = stacks()[0]
     source = """
 if MPI.Is_initialized(): pytest.importorskip("no_such_module")
 @pytest.mark.ranks(2)

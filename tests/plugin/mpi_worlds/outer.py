@@ -118,14 +118,17 @@ class Outer:
 
     def await_start(self, world: World) -> Trouble | None:
         for _ in _ticks(START):
+            ended = world.ended  # asked first: a world may be up and done between two questions
             if world.up:
                 world.job.note_segments()
                 return None
-            if world.ended:
+            if ended:
                 break
-        what = "ended at once" if world.ended else f"was not up after {START:g} s"
-        code = world.job.process.poll()
-        return "no world", f"the world of {world.n} ranks {what} (exit {code})\n{world.job.log()}"
+        if world.ended:
+            what = f"ended at once (exit {world.job.process.returncode})"
+        else:
+            what = f"was not up after {START:g} s\n{world.stacks()}"
+        return "no world", f"the world of {world.n} ranks {what}\n{world.job.log()}"
 
     def await_item(self, world: World, item: pytest.Item) -> Trouble | None:
         limit, grace = self.limit(item), float(self.config.getini("mpi_grace"))

@@ -12,7 +12,7 @@ import pytest
 
 from mpi_worlds.reports import Phases, merge
 from mpi_worlds.stacks import REQUIRE, STACKS, stacks
-from mpi_worlds.world import FOLDER, plan, ready_file
+from mpi_worlds.world import FOLDER, announce, plan
 
 
 class Rank:
@@ -36,7 +36,7 @@ class Rank:
             )
         self.file = (self.folder / f"reports-{self.comm.rank}").open("a")
         self.absent: dict[str, pytest.CollectReport] = {}
-        ready_file(self.folder, self.comm.rank)
+        announce(self.folder, self.comm.rank)
         prepare()
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -50,6 +50,7 @@ class Rank:
         for name in self.names:
             if name not in found:
                 self.missing(name)
+        (self.folder / f"ready-{self.comm.rank}").touch()
 
     def missing(self, nodeid: str) -> None:
         """Report an item whose module was skipped or cannot be imported in this world."""

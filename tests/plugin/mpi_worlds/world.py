@@ -55,7 +55,8 @@ class World:
 
     @property
     def up(self) -> bool:
-        return len(self._pids()) == self.n
+        """Whether all ranks have collected: their imports must not count as a test's time."""
+        return len(list(self._folder.glob("ready-*"))) == self.n
 
     @property
     def ended(self) -> bool:
@@ -131,8 +132,8 @@ def _options(config: pytest.Config) -> list[str]:
     return chosen
 
 
-def ready_file(folder: Path, rank: int) -> None:
-    """Tell the outer process that this rank is up (atomically: it is polled)."""
+def announce(folder: Path, rank: int) -> None:
+    """Tell the outer process this rank's pid (atomically: it is polled)."""
     draft = folder / f".pid-{rank}"
     draft.write_text(str(os.getpid()))
     draft.rename(folder / f"pid-{rank}")
