@@ -16,37 +16,16 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
+from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.errors import MismatchError
 from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.work import Flow
 
-__all__ = ["Call", "Lane"]
+__all__ = ["Lane"]
 
 _WIDTH = 240
 _MASK = 2**62 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-
-
-class Call:
-    """What one rank is about to do, and what is wrong with it, if anything is.
-
-    Args:
-        what: Equal on ranks that make the same call; its parts are shown to the user.
-        refusal: The error of this rank's arguments.
-    """
-
-    __slots__ = ("refusal", "what")
-
-    def __init__(self, what: tuple[Hashable, ...], refusal: Exception | None = None) -> None:
-        self.what, self.refusal = what, refusal
-
-    def __str__(self) -> str:
-        text = _words(self.what)
-        return text if self.refusal is None else f"{text}, refused: {self.refusal}"
-
-
-def _words(what: tuple[Hashable, ...]) -> str:
-    return " ".join(str(part) for part in what if part not in (None, ""))
 
 
 @lru_cache(maxsize=4096)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from typing_extensions import Self
 
-    from relaxmpi.primitives.agreement import Call
     from relaxmpi.primitives.background import Background
+    from relaxmpi.primitives.calls import Call
     from relaxmpi.primitives.hierarchy import Hierarchy
     from relaxmpi.primitives.transport import Transport
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from relaxmpi.primitives.agreement import Call
+from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.work import Flow, Work
 
 if TYPE_CHECKING:

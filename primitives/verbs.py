@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relaxmpi.primitives.agreement import Call
+from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.codecs import Codec, Key
 from relaxmpi.primitives.devices import Flat, device_of
 from relaxmpi.primitives.feedback import ErrorFeedback

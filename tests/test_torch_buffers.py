@@ -41,9 +41,7 @@ def test_bfloat16_is_summed_in_single_precision(comm):
         for r in range(comm.size)
     )
     assert torch.equal(rx.allreduce(comm, x.clone()), exact.bfloat16())
-    assert torch.equal(
-        rx.allreduce(comm, x.clone(), op=rx.MEAN), (exact / comm.size).bfloat16()
-    )
+    assert torch.equal(rx.allreduce(comm, x.clone(), op=rx.MEAN), (exact / comm.size).bfloat16())
     coded = rx.allreduce(comm, x.clone(), op=rx.MEAN, codec=rx.Quantizer(bits=8))
     assert coded.dtype == torch.bfloat16
     assert (coded.float() - exact / comm.size).abs().max() < 0.1
