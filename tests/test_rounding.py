@@ -45,22 +45,25 @@ def test_largest_uniform_number(norm):  # check 4
     top = np.flatnonzero(draws >= 0xFFFFFF00)
     assert top.size
     for at in top[:4]:
-        for sign in (1, -1):
+        i = int(at % 8)
+        offset = int(at) - i
+        for largest in [7, *rng.uniform(1, 2, 16), *rng.uniform(-2, -1, 16)]:
             x = rng.uniform(-1, 1, 8).astype(np.float32)
-            i = int(at % 8)
-            x[i] = 7 * sign if norm == "max" else 0
-            other = x.copy()
-            y = through(codec, x, offset=int(at) - i)
+            x[i] = largest if norm == "max" else 0
+            y = through(codec, x, offset=offset)
+            assert y[i] == x[i]
             if norm == "max":
-                assert y[i] == x[i]
-                other[i] = -other[i]  # the neighbours do not see which code it is
-                z = through(codec, other, offset=int(at) - i)
+                other = x.copy()
+                other[i] = -x[i]  # the neighbours do not see which code it is
+                z = through(codec, other, offset=offset)
+                assert z[i] == other[i]
                 assert (np.delete(y, i) == np.delete(z, i)).all()
-            else:
-                assert y[i] == 0
-            on_grid = np.array([7, 3, -3, 0, 1, -7, 2, -1], np.float32)
-            shifted = through(Quantizer(4, bucket=8, stochastic=True), on_grid, offset=int(at) - i)
-            assert np.abs(shifted - on_grid).max() <= 4e-7 * 7
+        one_hot = np.zeros(8, np.float32)
+        one_hot[i] = largest
+        assert (through(codec, one_hot, offset=offset) == one_hot).all()
+        on_grid = np.array([7, 3, -3, 0, 1, -7, 2, -1], np.float32)
+        shifted = through(Quantizer(4, bucket=8, stochastic=True), on_grid, offset=offset)
+        assert np.abs(shifted - on_grid).max() <= 4e-7 * 7
 
 
 @pytest.mark.parametrize("norm", ["max", "l2"])
