@@ -3,7 +3,8 @@
     python benchmarks/kernels.py [--count 16777216] [--rounds 9] [--json FILE]
 
 GB/s count the float32 side. All cases take turns in each round, and medians are compared, so
-that a disturbance hits all of them. Seconds are those of this thread on a processor. `bar` is the ratio to numpy.copyto that a case must reach.
+that a disturbance hits all of them; seconds are those of this thread on a processor. `bar` is
+the ratio to numpy.copyto that a case must reach.
 """
 
 import argparse

@@ -37,14 +37,14 @@ def test_largest_element_is_exact(dtype, bits, stochastic):
 
 
 @pytest.mark.parametrize("norm", ["max", "l2"])
-def test_largest_uniform_number(norm):  # check 4
-    """u close to 1 neither leaves the grid, nor spills into the next code."""
+def test_extreme_uniform_numbers(norm):  # check 4
+    """u next to 1 neither leaves the grid nor spills into the next code, u = 0 loses no level."""
     codec = Quantizer(4, bucket=8, norm=norm, stochastic=True)
     rng = np.random.default_rng(4)
     draws = philox.random_words(Key().stream(0), 0, 2**24)
-    top = np.flatnonzero(draws >= 0xFFFFFF00)
-    assert top.size
-    for at in top[:4]:
+    top, bottom = np.flatnonzero(draws >= 0xFFFFFF00), np.flatnonzero(draws < 0x100)
+    assert min(top.size, bottom.size)
+    for at in (*top[:4], *bottom[:4]):
         i = int(at % 8)
         offset = int(at) - i
         for largest in [7, *rng.uniform(1, 2, 16), *rng.uniform(-2, -1, 16)]:
