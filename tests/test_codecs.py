@@ -79,6 +79,7 @@ def test_error_is_within_the_bound(x, codec):
 @laws
 @given(arrays, st.sampled_from(ALL))
 def test_decoded_plus_residual_is_u(x, codec):
+    x[1::5] = 0
     residual = np.random.default_rng(x.size).standard_normal(x.size).astype(x.dtype) * x.dtype.type(
         0.1
     )

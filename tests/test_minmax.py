@@ -104,3 +104,11 @@ def test_bagua_layout():  # BAGUA 7
 def test_minmax_keeps_small_gradients():
     x = (1e-9 * np.random.default_rng(0).standard_normal(1000)).astype(np.float32)
     assert np.abs(through(MinMaxUInt8(), x) - x).max() <= 0.501 * np.ptp(x) / 255
+
+
+def test_a_range_of_a_few_ulps_is_exact():
+    for start in (1, -1000):
+        x = np.full(12, start, np.float32)
+        for i in range(1, 12):
+            x[i:] = np.nextafter(x[i], np.float32(np.inf))
+        assert (through(MinMaxUInt8(), x) == x).all()
