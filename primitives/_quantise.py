@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from relaxmpi.primitives._bits import pack_bucket, unpack_bucket
+from relaxmpi.primitives._draw import fill_elements
 from relaxmpi.primitives._jit import inlined, jit
-from relaxmpi.primitives._random import fill_elements
 from relaxmpi.primitives._reduce import LANES, Lanes, largest, norm
 from relaxmpi.primitives.philox import Stream
 
