@@ -82,6 +82,12 @@ def _widen_bf16(halves: Halves, bits: NDArray[np.uint32]) -> None:
         bits[i] = np.uint32(np.uint32(halves[i]) << np.uint32(16))
 
 
+@jit
+def _widen_single(x: Floats, out: Floats) -> None:
+    for i in range(x.size):  # numpy would warn of signalling NaN
+        out[i] = x[i]
+
+
 def _single_bits(x: Floats) -> NDArray[np.uint32]:
     """The bits of x as float32; doubles are rounded to odd, so that rounding again is harmless."""
     if x.dtype == np.float32:
@@ -111,7 +117,7 @@ def widen_fp16(halves: Halves, out: Floats) -> None:
     else:
         single = np.empty(out.size, np.float32)
         _widen_fp16(halves, single)
-        out[:] = single
+        _widen_single(single, out)
 
 
 def narrow_bf16(x: Floats, out: Halves, *, saturate: bool) -> None:
@@ -124,7 +130,7 @@ def widen_bf16(halves: Halves, out: Floats) -> None:
     single = out if out.dtype == np.float32 else np.empty(out.size, np.float32)
     _widen_bf16(halves, single.view(np.uint32))
     if single is not out:
-        out[:] = single
+        _widen_single(single, out)
 
 
 @jit

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxmpi.primitives._bits import pack_bucket, unpack_bucket
+from relaxmpi.primitives._draw import fill_elements
 from relaxmpi.primitives._jit import inlined, jit
-from relaxmpi.primitives._random import fill_elements
 from relaxmpi.primitives._reduce import LANES, Lanes, largest, norm
 from relaxmpi.primitives.philox import Stream
 
@@ -33,18 +33,17 @@ def _levels_nearest(u: Floats, lift: Any, inverse: Any, s: int, codes: Codes) ->
 def _levels_stochastic(
     u: Floats, lift: Any, inverse: Any, s: int, words: Words, codes: Codes
 ) -> None:
-    top = np.int32(s)
-    one = u.dtype.type(2.0**-24)
+    # In fixed point with 24 binary places, where floor(a + uniform) is exact: in floating point
+    # a + uniform may round up to the next integer, and an a on the grid would leave it.
+    top = np.uint32(s)
+    most = np.uint32(s << 24)
+    fixed = inverse * u.dtype.type(2.0**24)
     for i in range(u.size):
-        exact = abs((u[i] * lift) * inverse)
-        level = np.int32(exact)
-        # A comparison, because exact + uniform may round up to the next integer.
-        if u.dtype.type(np.int32(words[i] >> np.uint32(8))) * one < exact - u.dtype.type(level):
-            level = np.int32(level + np.int32(1))
-        level = min(level, top)
-        if u[i] < 0:
-            level = np.int32(-level)
-        codes[i] = np.uint8(np.int32(level + top))
+        a = np.uint32(np.int32(abs((u[i] * lift) * fixed)))
+        level = np.uint32(
+            np.uint32(min(a, most) + np.uint32(words[i] >> np.uint32(8))) >> np.uint32(24)
+        )
+        codes[i] = np.uint8(np.uint32(top - level if u[i] < 0 else top + level))
 
 
 @inlined

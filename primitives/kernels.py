@@ -16,9 +16,9 @@ from relaxmpi.primitives._cast import (
     widen_bf16,
     widen_fp16,
 )
+from relaxmpi.primitives._draw import random_words
 from relaxmpi.primitives._minmax import dequantise_minmax, quantise_minmax
 from relaxmpi.primitives._quantise import dequantise, quantise, quantise_feedback
-from relaxmpi.primitives._random import random_words
 from relaxmpi.primitives._sign import sign, sign_feedback, unsign
 
 __all__ = [

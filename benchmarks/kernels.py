@@ -1,0 +1,92 @@
+"""Speed of the codecs on one thread: whole encode and decode calls against a copy of memory.
+
+    python benchmarks/kernels.py [--count 16777216] [--rounds 9] [--json FILE]
+
+GB/s count the float32 side. All cases take turns in each round, and medians are compared, so
+that a disturbance hits all of them; seconds are those of this thread on a processor. `bar` is
+the ratio to numpy.copyto that a case must reach.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from relaxmpi.primitives.codecs import Codec, MinMaxUInt8, OneBit, Quantizer
+
+COPY = "numpy.copyto"
+
+
+def cases(count: int) -> dict[str, tuple[float | None, Callable[[], object]]]:
+    """Name, bar and call of each case."""
+    x = np.random.default_rng(0).standard_normal(count, dtype=np.float32)
+    out = np.zeros_like(x)
+    residual = np.zeros_like(x)
+
+    def encoder(codec: Codec) -> tuple[Callable[[], object], Callable[[], object]]:
+        payload = np.zeros(codec.nbytes(count, x.dtype), np.uint8)
+        codec.encode(x, payload)
+        return lambda: codec.encode(x, payload), lambda: codec.decode(payload, out)
+
+    minmax, from_minmax = encoder(MinMaxUInt8())
+    nearest, from_4bit = encoder(Quantizer(bits=4, stochastic=False))
+    stochastic, _ = encoder(Quantizer(bits=4, stochastic=True))
+    onebit, from_onebit = encoder(OneBit())
+    signs = np.zeros(OneBit().nbytes(count, x.dtype), np.uint8)
+    return {
+        COPY: (None, lambda: np.copyto(out, x)),
+        "MinMaxUInt8 encode": (0.8, minmax),
+        "MinMaxUInt8 decode": (1.5, from_minmax),
+        "Quantizer(4, nearest) encode": (1.5, nearest),
+        "Quantizer(4, stochastic) encode": (0.45, stochastic),
+        "Quantizer(4) decode": (None, from_4bit),
+        "OneBit encode": (2.0, onebit),
+        "OneBit decode": (1.5, from_onebit),
+        "OneBit encode_feedback": (0.4, lambda: OneBit().encode_feedback(x, residual, signs)),
+    }
+
+
+def measure(count: int, rounds: int) -> dict[str, dict[str, float | None]]:
+    table = cases(count)
+    seconds: dict[str, list[float]] = {name: [] for name in table}
+    for _, call in table.values():
+        call()  # compiles, and touches every page
+    for _ in range(rounds):
+        for name, (_, call) in table.items():
+            start = time.thread_time()
+            call()
+            seconds[name].append(time.thread_time() - start)
+    copy = statistics.median(seconds[COPY])
+    return {
+        name: {
+            "gb_per_s": 4e-9 * count / statistics.median(times),
+            "ratio": copy / statistics.median(times),
+            "bar": table[name][0],
+        }
+        for name, times in seconds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=2**24, help="float32 elements")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    result = measure(options.count, options.rounds)
+    print(f"{options.count} float32, one thread, median of {options.rounds}")
+    print(f"{'':34}{'GB/s':>8}{'ratio':>8}{'bar':>8}")
+    for name, row in result.items():
+        bar = "" if row["bar"] is None else f"{row['bar']:.2f}"
+        print(f"{name:34}{row['gb_per_s']:8.1f}{row['ratio']:8.2f}{bar:>8}")
+    if options.json:
+        setup = {"count": options.count, "rounds": options.rounds, "machine": platform.machine()}
+        options.json.write_text(json.dumps({**setup, "cases": result}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
