@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+
 from relaxmpi.primitives.codecs import Codec, MinMaxUInt8, OneBit, Quantizer
 
 COPY = "numpy.copyto"

@@ -41,7 +41,7 @@ class Identity(KernelCodec):
         payload[:] = x.view(np.uint8)
 
     def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
-        numbers = np.empty_like(out) if add else out
+        numbers = out.copy() if add else out
         numbers.view(np.uint8)[:] = payload
         if add:
             kernels.accumulate(out, numbers)
@@ -81,7 +81,7 @@ class Cast(KernelCodec):
 
     def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
         widen = kernels.widen_fp16 if self.to == "fp16" else kernels.widen_bf16
-        numbers = np.empty_like(out) if add else out
+        numbers = out.copy() if add else out
         widen(payload.view(np.uint16), numbers)
         if add:
             kernels.accumulate(out, numbers)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
+import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from relaxmpi.primitives.devices import Device
+from relaxmpi.primitives.door import Door
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
@@ -66,17 +66,19 @@ class Comm:
         data, started, ordered = mpi.Dup(), mpi.Dup(), mpi.Dup()
         self._private: tuple[MPI.Intracomm, ...] = data, started, ordered
         self._notices = NoticeBoard(ordered, settings.timeout, settings.warn_after, self.stats)
-        self.queue = queue if queue is not None else Queue(self._notices, self.stats)
+        if queue is None:
+            crowded = nodes.count(nodes[self.rank]) > len(os.sched_getaffinity(0))
+            queue = Queue(self._notices, self.stats, crowded)
+            open_comms.add(self)
+        self.queue = queue
         self._started = Lane(started, ordered, self.stats)
         self._inside = Lane(ordered, ordered, self.stats)
         self._host = MpiTransport(data, settings, self.stats, len(set(nodes)))
         self._transports: dict[str, Transport] = {}
-        self._scratch: dict[tuple[str, str], Any] = {}
-        self._door = threading.RLock()
-        self._within = ""
+        self._scratch: dict[tuple[str, str, int], Any] = {}
+        self._taken = 0
+        self.door = Door()
         self.closed = False
-        if queue is None:
-            open_comms.add(self)
 
     @classmethod
     def world(cls, timeout: float | None = None) -> Comm:
@@ -192,25 +194,6 @@ class Comm:
             found = self._transports[device.name] = device.transport(self._host)
         return found
 
-    @contextmanager
-    def door(self, verb: str) -> Iterator[None]:
-        """Let one thread at a time start calls; a second is refused, naming both."""
-        if not self._door.acquire(blocking=False):
-            raise RelaxError(
-                f"thread {threading.current_thread().name!r} starts {verb} while {self._within} "
-                "on the same Comm: the ranks would see the two in different orders; give each "
-                "thread a comm.dup() of its own"
-            )
-        before, self._within = (
-            self._within,
-            f"thread {threading.current_thread().name!r} is in {verb}",
-        )
-        try:
-            yield
-        finally:
-            self._within = before
-            self._door.release()
-
     def submit(
         self, call: Call, flow: Flow[T], release: Callable[[], None] | None = None
     ) -> Work[T]:
@@ -218,24 +201,22 @@ class Comm:
 
         `release` is called when the flow has ended, also where its agreement failed.
         """
-        try:
-            self._check_usable(call)
-        except RelaxError:
+        queue = self.queue
+        if self.closed or queue.broken is not None or running_queue() is queue:
             if release is not None:
                 release()
-            raise
-        return self.queue.submit(_after(self._started.post(call), flow, release), call.__str__)
+            raise self._unusable(call)
+        return queue.submit(_after(self._started.post(call), flow, release), call.__str__)
 
-    def _check_usable(self, call: Call) -> None:
+    def _unusable(self, call: Call) -> RelaxError:
         if self.closed:
-            raise RelaxError(f"{call}: this Comm is closed")
+            return RelaxError(f"{call}: this Comm is closed")
         if self.queue.broken is not None:
-            raise BrokenComm(f"{call}: this Comm broke earlier: {self.queue.broken}")
-        if running_queue() is self.queue:
-            raise RelaxError(
-                f"{call}: a call inside a primitive would wait for itself; write "
-                "`yield from verb.flow(...)` there"
-            )
+            return BrokenComm(f"{call}: this Comm broke earlier: {self.queue.broken}")
+        return RelaxError(
+            f"{call}: a call inside a primitive would wait for itself; write "
+            "`yield from verb.flow(...)` there"
+        )
 
     def agreed(
         self, call: Call, flow: Flow[T], release: Callable[[], None] | None = None
@@ -253,11 +234,17 @@ class Comm:
         """The moves that make up a verb on this Comm."""
         return FlatSchedule(self)
 
+    def begin(self) -> None:
+        """Let the flow that starts now take the scratch of the one that has ended."""
+        self._taken = 0
+
     def scratch(self, device: Device, count: int, dtype: str) -> Any:
-        """Return memory that lasts until the running flow ends; flows take turns in it."""
-        held = self._scratch.get((device.name, dtype))
+        """Return memory that lasts until the running flow ends: fresh pages cost more than sums."""
+        key = (device.name, dtype, self._taken)
+        self._taken += 1
+        held = self._scratch.get(key)
         if held is None or len(held) < count:
-            held = self._scratch[device.name, dtype] = device.empty(count, dtype)
+            held = self._scratch[key] = device.empty(count, dtype)
         return held[:count]
 
     def next_step(self, name: str) -> int:

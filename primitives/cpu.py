@@ -126,10 +126,10 @@ class Cpu:
         """Copy `data` into `out`."""
         np.copyto(out, data)
 
-    def reduce(self, op: Op, out: Any, data: Any) -> None:
-        """Fold `data` into `out`; np.maximum and np.minimum keep NaN."""
+    def reduce(self, op: Op, a: Any, b: Any, out: Any) -> None:
+        """Fold `a` and `b` into `out`; np.maximum and np.minimum keep NaN."""
         with np.errstate(invalid="ignore", over="ignore"):
-            _FOLD[op](out, data, out=out)
+            _FOLD[op](a, b, out=out)
 
     def scale(self, data: Any, factor: float) -> None:
         """Multiply in place."""

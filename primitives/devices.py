@@ -67,8 +67,8 @@ class Device(Protocol):
     def copy(self, out: Any, data: Any) -> None:
         """Copy `data` into `out`."""
 
-    def reduce(self, op: Op, out: Any, data: Any) -> None:
-        """Fold `data` into `out`: add, or NaN-keeping maximum and minimum."""
+    def reduce(self, op: Op, a: Any, b: Any, out: Any) -> None:
+        """Fold `a` and `b` into `out`, which may be one of them: add, or NaN-keeping extremes."""
 
     def scale(self, data: Any, factor: float) -> None:
         """Multiply in place."""

@@ -54,6 +54,13 @@ class Hierarchy(Comm):
         """The moves that make up a verb on this Hierarchy."""
         return _ByNode(self)
 
+    def begin(self) -> None:
+        """Let the flow that starts now take the scratch of the one that has ended."""
+        super().begin()
+        self.local.begin()
+        if self.cross is not None:
+            self.cross.begin()
+
     def close(self) -> None:
         """Give all its communicators back; see `Comm.close`."""
         super().close()
@@ -70,17 +77,20 @@ class _ByNode(FlatSchedule):
     def allreduce(self, device: Device, x: Any, out: Any, op: Op, wire: Wire) -> Flow[None]:
         """Reduce-scatter inside, all-reduce of one share a rank between, all-gather inside."""
         local, cross, n = self._nodes.local, self._nodes.cross, self._nodes.size
+        if local.size == 1 and out is not x:  # nothing is reduced here, so work on a copy
+            device.copy(out, x)
+            x = out
         shares = self._nodes.shares
         empty = [(len(x), len(x))] * (local.size - shares)
         bounds = chunks(len(x), shares) + empty
-        inside = wire.inside()
+        lo, hi = bounds[local.rank]
+        inside, place = wire.inside(local.scratch), out[lo:hi]
         share = yield from local.schedule.reduce_scatter(
-            device, x, SUM if op.additive else op, inside, bounds
+            device, x, place, SUM if op.additive else op, inside, bounds
         )
-        if cross is not None and len(share):
-            lo, _ = bounds[local.rank]
-            yield from self._between(cross, device, share, op, wire.shard(lo), n)
-        yield from local.schedule.gather(device, share, out, MEAN, inside, bounds)
+        if cross is not None and hi > lo:
+            yield from self._between(cross, device, share, op, wire.shard(lo, cross.scratch), n)
+        yield from local.schedule.gather(device, share, place, out, MEAN, inside, bounds)
 
     def _between(
         self, cross: Comm, device: Device, share: Any, op: Op, wire: Wire, n: int
@@ -94,7 +104,7 @@ class _ByNode(FlatSchedule):
             return
         if cross.size > 1:
             plain_op = SUM if op.additive else op
-            yield from cross.schedule.allreduce(device, share, share, plain_op, wire.inside())
+            yield from cross.schedule.allreduce(device, share, share, plain_op, wire)
         if op is MEAN:
             device.divide(share, n)
 

@@ -31,20 +31,25 @@ class FlatSchedule:
         """Reduce `x` over the ranks into `out`, which may be `x`."""
         transport = self._comm.transport(device)
         if isinstance(wire, Plain) and transport.sums(wire.dtype, op):
-            target = self._comm.scratch(device, len(x), wire.dtype) if out is x else out
+            target = wire.room(len(x)) if out is x else out
             yield transport.ireduce(x, target, op)
             wire.finish(target, op, self._comm.size)
             if target is not out:
                 device.copy(out, target)
             return
         bounds = chunks(len(x), self._comm.size)
-        total = yield from self.reduce_scatter(device, x, op, wire, bounds)
-        yield from self.gather(device, total, out, op, wire, bounds)
+        place = out[slice(*bounds[self._comm.rank])]
+        total = yield from self.reduce_scatter(device, x, place, op, wire, bounds)
+        yield from self.gather(device, total, place, out, op, wire, bounds)
 
     def reduce_scatter(
-        self, device: Device, x: Any, op: Op, wire: Wire, bounds: list[tuple[int, int]]
+        self, device: Device, x: Any, place: Any, op: Op, wire: Wire, bounds: list[tuple[int, int]]
     ) -> Flow[Any]:
-        """Return this rank's chunk x[slice(*bounds[rank])] of the reduction, as work numbers."""
+        """Return this rank's chunk x[slice(*bounds[rank])] of the reduction, as work numbers.
+
+        `place` has the chunk's length and the caller's format; it may be that slice of `x`. The
+        result is `place` itself where formats allow.
+        """
         comm, transport = self._comm, self._comm.transport(device)
         n, me = comm.size, comm.rank
         lo, hi = bounds[me]
@@ -54,16 +59,19 @@ class FlatSchedule:
         for r in _others(me, n):
             if bounds[r][1] > bounds[r][0]:
                 leaving.append(transport.isend(wire.pack(x, *bounds[r]), r))
-        total = device.empty(hi - lo, wire.work)
+        total = wire.total(place)
         if hi > lo:
             inbox[me] = wire.pack(x, lo, hi)
-            for r in range(n):
+            if me:
+                yield arriving[0]
+            so_far = wire.first(inbox[0], total)
+            for r in range(1, n):
                 if r != me:
                     yield arriving[r]
-                if r == 0:
-                    wire.start(inbox[r], total)
-                else:
-                    wire.fold(inbox[r], total, op)
+                # In place, this rank's numbers lie in `total` until they have been folded.
+                into = total if r == n - 1 or me == 0 else so_far
+                so_far = wire.fold(so_far, inbox[r], op, into)
+            total = so_far
             wire.finish(total, op, n)
         yield Every(leaving)
         return total
@@ -72,12 +80,16 @@ class FlatSchedule:
         self,
         device: Device,
         total: Any,
+        place: Any,
         out: Any,
         op: Op,
         wire: Wire,
         bounds: list[tuple[int, int]],
     ) -> Flow[None]:
-        """Fill `out` from the reduced chunks that the ranks hold as work numbers."""
+        """Fill `out` from the reduced chunks that the ranks hold as work numbers.
+
+        `place` is this rank's chunk of `out`, and `total` may be `place` itself.
+        """
         comm, transport = self._comm, self._comm.transport(device)
         n, me = comm.size, comm.rank
         lo, hi = bounds[me]
@@ -88,7 +100,7 @@ class FlatSchedule:
         if hi > lo:
             mine = wire.repack(total, lo, hi)
             leaving = [transport.isend(mine, r) for r in _others(me, n)]
-            wire.unpack(mine, out[lo:hi], op, n)
+            wire.unpack(mine, place, op, n)
         for r in landing:
             yield arriving[r]
             wire.unpack(landing[r], out[slice(*bounds[r])], op, n)

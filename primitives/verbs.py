@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "reduce_scatter"]
 
 Lossy = Codec | ErrorFeedback
+_NO_KEY = Key()
+_NUMBERS = (int, float, complex, np.number)
 _CODED = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -64,9 +66,7 @@ def allreduce(
         ...     rx.allreduce(comm, np.ones(2), op=rx.MEAN), rx.allreduce(comm, 3)
         (array([1., 1.]), 3)
     """
-    if not isinstance(op, Op):
-        raise TypeError(f"op must be SUM, MEAN, MAX or MIN of relaxmpi, not {op!r}")
-    if isinstance(x, (bool, int, float, complex, np.number)):
+    if isinstance(x, _NUMBERS):
         return _reduce_number(comm, x, out, op, codec, name)
     flat = device_of(x).flat(x, writable=out is None, strided=out is not None)
     target = flat if out is None else _same(flat, out, "out")
@@ -97,7 +97,7 @@ def _reduction(
             yield from comm.schedule.allreduce(flat.device, flat.data, target.data, op, wire)
         return result
 
-    return Plan(call, _ordered(flat, flow()), release)
+    return Plan(call, _ordered(comm, flat, flow()), release)
 
 
 def _reduce_number(
@@ -151,8 +151,6 @@ def reduce_scatter(
         ...     rx.reduce_scatter(comm, np.arange(3.0))
         array([0., 1., 2.])
     """
-    if not isinstance(op, Op):
-        raise TypeError(f"op must be SUM, MEAN, MAX or MIN of relaxmpi, not {op!r}")
     device = device_of(x)
     flat = device.flat(x, writable=False, strided=True)
     _check_op(flat.dtype, op, codec)
@@ -168,11 +166,13 @@ def reduce_scatter(
             device.copy(target.data, flat.data)
         elif len(flat.data):
             wire = _wire(comm, flat, codec, name, step)
-            total = yield from comm.schedule.reduce_scatter(device, flat.data, op, wire, bounds)
+            total = yield from comm.schedule.reduce_scatter(
+                device, flat.data, target.data, op, wire, bounds
+            )
             wire.deliver(total, target.data, op, comm.size)
         return result
 
-    return Plan(call, _ordered(flat, flow()), release)
+    return Plan(call, _ordered(comm, flat, flow()), release)
 
 
 @Verb
@@ -233,7 +233,7 @@ def allgather(
             yield from comm.schedule.allgather(device, flat.data, places, wire)
         return result
 
-    return Plan(call, _ordered(flat, flow()), release)
+    return Plan(call, _ordered(comm, flat, flow()), release)
 
 
 @Verb
@@ -262,7 +262,7 @@ def broadcast(comm: Comm, x: Any, *, root: int = 0, name: str = "") -> Plan[Any]
         return x
 
     call = _call("broadcast", flat, f"from rank {root}", None, name, None)
-    return Plan(call, _ordered(flat, flow()))
+    return Plan(call, _ordered(comm, flat, flow()))
 
 
 @Verb
@@ -299,7 +299,7 @@ def alltoall(comm: Comm, x: Any, out: Any = None, *, name: str = "") -> Plan[Any
             flat.device.copy(flat.data, received)
         return x if out is None else out
 
-    return Plan(_call("alltoall", flat, None, None, name, None), _ordered(flat, flow()))
+    return Plan(_call("alltoall", flat, None, None, name, None), _ordered(comm, flat, flow()))
 
 
 @Verb
@@ -330,9 +330,9 @@ def _call(
 
 def _wire(comm: Comm, flat: Flat, codec: Lossy | None, name: str, step: int | None) -> Wire:
     if codec is None:
-        return wire_for(flat, None, Key())
+        return wire_for(flat, None, _NO_KEY, comm.scratch)
     when = comm.next_step(name) if step is None else step
-    return wire_for(flat, codec, Key(name=name, step=when, rank=comm.rank))
+    return wire_for(flat, codec, Key(name=name, step=when, rank=comm.rank), comm.scratch)
 
 
 def _claim(comm: Comm, codec: Lossy | None, verb: str, flat: Flat) -> Any:
@@ -342,7 +342,8 @@ def _claim(comm: Comm, codec: Lossy | None, verb: str, flat: Flat) -> Any:
     return codec.claim(verb, f"{len(flat.data)} x {flat.dtype}", f"{comm.size} ranks")
 
 
-def _ordered(flat: Flat, flow: Generator[Any, None, Any]) -> Flow[Any]:
+def _ordered(comm: Comm, flat: Flat, flow: Generator[Any, None, Any]) -> Flow[Any]:
+    comm.begin()
     flat.device.enter()
     result = yield from flow
     flat.device.leave()
@@ -369,6 +370,8 @@ def _check_dtype(flat: Flat, other: Flat, what: str) -> None:
 
 
 def _check_op(dtype: str, op: Op, codec: Lossy | None) -> None:
+    if not isinstance(op, Op):
+        raise TypeError(f"op must be SUM, MEAN, MAX or MIN of relaxmpi, not {op!r}")
     if codec is not None and not op.additive:
         raise TypeError(f"{op.name} has no codec: only SUM and MEAN of lossy numbers make sense")
     if op is Op.MEAN and not dtype.startswith(("float", "bfloat", "complex")):

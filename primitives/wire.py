@@ -5,6 +5,7 @@ A `Wire` serves one call on one buffer. Verbs move its payloads and never look i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from relaxmpi.primitives.codecs import Codec, Key
@@ -13,6 +14,9 @@ from relaxmpi.primitives.feedback import ErrorFeedback
 from relaxmpi.primitives.ops import Op
 
 __all__ = ["Coded", "Plain", "Wire", "chunks", "wire_for"]
+
+# Memory of a device, count and format, that lasts until the running flow ends.
+Scratch = Callable[[Device, int, str], Any]
 
 # Half precision is summed in single precision, or sums would overflow.
 _WORK = {"float16": "float32", "bfloat16": "float32"}
@@ -34,10 +38,10 @@ class Wire(Protocol):
 
     work: str
 
-    def inside(self) -> Plain:
+    def inside(self, scratch: Scratch) -> Plain:
         """Return the wire for moves inside a node, in full precision."""
 
-    def shard(self, lo: int) -> Wire:
+    def shard(self, lo: int, scratch: Scratch) -> Wire:
         """Return the wire between nodes for the share of the buffer that begins at `lo`."""
 
     def pack(self, x: Any, lo: int, hi: int) -> Any:
@@ -49,14 +53,17 @@ class Wire(Protocol):
     def room(self, count: int) -> Any:
         """Return memory to receive the payload of `count` contributed numbers in."""
 
+    def total(self, out: Any) -> Any:
+        """Return memory for the total of a chunk that ends in `out`; `out` itself if it can be."""
+
     def landing(self, out: Any) -> Any:
         """Return memory to receive a reduced chunk in; for plain numbers, `out` itself."""
 
-    def start(self, payload: Any, total: Any) -> None:
-        """Set `total` to the contribution in `payload`."""
+    def first(self, payload: Any, total: Any) -> Any:
+        """Return the contribution in `payload` as work numbers, in `total` or where it is."""
 
-    def fold(self, payload: Any, total: Any, op: Op) -> None:
-        """Fold the contribution in `payload` into `total`."""
+    def fold(self, so_far: Any, payload: Any, op: Op, into: Any) -> Any:
+        """Return `so_far` and the contribution in `payload` as one, in `into` or where it was."""
 
     def finish(self, total: Any, op: Op, n: int) -> None:
         """Turn a total over n ranks into what the owner repacks."""
@@ -71,17 +78,17 @@ class Wire(Protocol):
 class Plain:
     """The numbers themselves."""
 
-    def __init__(self, device: Device, dtype: str) -> None:
-        self._device, self.dtype = device, dtype
+    def __init__(self, device: Device, dtype: str, scratch: Scratch) -> None:
+        self._device, self.dtype, self._scratch = device, dtype, scratch
         self.work = _WORK.get(dtype, dtype)
 
-    def inside(self) -> Plain:
-        """Itself."""
-        return self
+    def inside(self, scratch: Scratch) -> Plain:
+        """Return the same with other scratch."""
+        return Plain(self._device, self.dtype, scratch)
 
-    def shard(self, lo: int) -> Plain:
+    def shard(self, lo: int, scratch: Scratch) -> Plain:
         """Partial sums travel in the work format: half precision could overflow."""
-        return Plain(self._device, self.work)
+        return Plain(self._device, self.work, scratch)
 
     def pack(self, x: Any, lo: int, hi: int) -> Any:
         """Return the slice itself: nothing is copied."""
@@ -93,19 +100,26 @@ class Plain:
 
     def room(self, count: int) -> Any:
         """Return scratch."""
-        return self._device.empty(count, self.dtype)
+        return self._scratch(self._device, count, self.dtype)
+
+    def total(self, out: Any) -> Any:
+        """The end of the reduction is written where it belongs."""
+        return out
 
     def landing(self, out: Any) -> Any:
         """Receive in place."""
         return out
 
-    def start(self, payload: Any, total: Any) -> None:
-        """Copy, widened."""
-        self._device.copy(total, self._device.cast(payload, self.dtype, self.work))
+    def first(self, payload: Any, total: Any) -> Any:
+        """Widened; nothing is copied where the formats are equal."""
+        return self._device.cast(payload, self.dtype, self.work)
 
-    def fold(self, payload: Any, total: Any, op: Op) -> None:
-        """Reduce, widened."""
-        self._device.reduce(op, total, self._device.cast(payload, self.dtype, self.work))
+    def fold(self, so_far: Any, payload: Any, op: Op, into: Any) -> Any:
+        """Reduce; widened numbers stay in their own memory."""
+        if self.work != self.dtype:
+            payload, into = self._device.cast(payload, self.dtype, self.work), so_far
+        self._device.reduce(op, so_far, payload, into)
+        return into
 
     def finish(self, total: Any, op: Op, n: int) -> None:
         """Divide a mean in the work format, where it cannot overflow."""
@@ -113,13 +127,14 @@ class Plain:
             self._device.divide(total, n)
 
     def unpack(self, payload: Any, out: Any, op: Op, n: int) -> None:
-        """Copy, unless it landed in place."""
+        """Copy, unless it is there."""
         if payload is not out:
             self._device.copy(out, payload)
 
     def deliver(self, total: Any, out: Any, op: Op, n: int) -> None:
-        """Copy, rounded."""
-        self._device.copy(out, self._device.cast(total, self.work, self.dtype))
+        """Copy, rounded, unless it is there."""
+        if total is not out:
+            self._device.copy(out, self._device.cast(total, self.work, self.dtype))
 
 
 class Coded:
@@ -135,19 +150,21 @@ class Coded:
         codec: Codec,
         memory: ErrorFeedback | None,
         key: Key,
+        scratch: Scratch,
         begin: int = 0,
     ) -> None:
         self._device, self._dtype, self._codec = device, dtype, codec
         self._memory, self._key, self._begin = memory, key, begin
+        self._scratch = scratch
         self.work = "float64" if dtype == "float64" else "float32"
 
-    def inside(self) -> Plain:
+    def inside(self, scratch: Scratch) -> Plain:
         """Plain numbers of the caller's format."""
-        return Plain(self._device, self._dtype)
+        return Plain(self._device, self._dtype, scratch)
 
-    def shard(self, lo: int) -> Coded:
+    def shard(self, lo: int, scratch: Scratch) -> Coded:
         """Encode work numbers, counted from `lo`."""
-        return Coded(self._device, self.work, self._codec, self._memory, self._key, lo)
+        return Coded(self._device, self.work, self._codec, self._memory, self._key, scratch, lo)
 
     def _encode(self, x: Any, site: str, lo: int, hi: int) -> Any:
         payload = self._bytes(hi - lo)
@@ -161,7 +178,7 @@ class Coded:
         return payload
 
     def _bytes(self, count: int) -> Any:
-        return self._device.empty(self._codec.nbytes(count, self.work), "uint8")
+        return self._scratch(self._device, self._codec.nbytes(count, self.work), "uint8")
 
     def pack(self, x: Any, lo: int, hi: int) -> Any:
         """Encode as a contributor."""
@@ -179,13 +196,19 @@ class Coded:
         """Return scratch for a payload."""
         return self._bytes(len(out))
 
-    def start(self, payload: Any, total: Any) -> None:
+    def total(self, out: Any) -> Any:
+        """Return scratch in the work format."""
+        return self._scratch(self._device, len(out), self.work)
+
+    def first(self, payload: Any, total: Any) -> Any:
         """Decode."""
         self._codec.decode(payload, total)
+        return total
 
-    def fold(self, payload: Any, total: Any, op: Op) -> None:
+    def fold(self, so_far: Any, payload: Any, op: Op, into: Any) -> Any:
         """Decode and add."""
-        self._codec.decode_add(payload, total)
+        self._codec.decode_add(payload, so_far)
+        return so_far
 
     def finish(self, total: Any, op: Op, n: int) -> None:
         """Turn the sum into the mean, whatever the operation."""
@@ -193,7 +216,7 @@ class Coded:
 
     def unpack(self, payload: Any, out: Any, op: Op, n: int) -> None:
         """Decode; scale a sum up again."""
-        wide = out if self._dtype == self.work else self._device.empty(len(out), self.work)
+        wide = out if self._dtype == self.work else self.total(out)
         self._codec.decode(payload, wide)
         self.deliver(wide, out, op, n)
 
@@ -205,10 +228,10 @@ class Coded:
             self._device.copy(out, self._device.cast(total, self.work, self._dtype))
 
 
-def wire_for(flat: Flat, codec: Codec | ErrorFeedback | None, key: Key) -> Wire:
+def wire_for(flat: Flat, codec: Codec | ErrorFeedback | None, key: Key, scratch: Scratch) -> Wire:
     """Return the wire of one call."""
     if codec is None:
-        return Plain(flat.device, flat.dtype)
+        return Plain(flat.device, flat.dtype, scratch)
     if isinstance(codec, ErrorFeedback):
-        return Coded(flat.device, flat.dtype, codec.codec, codec, key)
-    return Coded(flat.device, flat.dtype, codec, None, key)
+        return Coded(flat.device, flat.dtype, codec.codec, codec, key, scratch)
+    return Coded(flat.device, flat.dtype, codec, None, key, scratch)

@@ -93,6 +93,7 @@ class Work(Generic[T]):
     def _advance(self) -> bool:
         """Run the flow until it ends (True) or must wait for its request (False)."""
         request = self._request
+        before, _here.queue = running_queue(), self._queue
         try:
             while True:
                 if request is not None and not request.test():
@@ -104,6 +105,8 @@ class Work(Generic[T]):
             self._value = stop.value
         except BaseException as error:
             self._error = error
+        finally:
+            _here.queue = before
         self._request, self._done = None, True
         return True
 
@@ -121,10 +124,12 @@ class Patience(Protocol):
 class Queue:
     """Flows in start order, one advancing at a time, under one lock."""
 
-    def __init__(self, patience: Patience, stats: Stats) -> None:
+    def __init__(self, patience: Patience, stats: Stats, crowded: bool) -> None:
         self._works: deque[Work[Any]] = deque()
         self._lock = threading.Lock()
         self._patience, self._stats = patience, stats
+        # Where every rank has a core, giving it away while the peer answers only costs.
+        self._spin = 0.0 if crowded else _SPIN / 20
         self._watched = 0.0
         self.broken: RelaxError | None = None
         self.submitted = 0
@@ -157,8 +162,7 @@ class Queue:
             return
         with self._lock:
             self._advance()
-            if self._works:
-                self._watch()
+            self._watch()
 
     def wait(self, work: Work[Any], timeout: float | None) -> None:
         """Drive the queue until `work` is done, the time is over or the queue breaks."""
@@ -171,43 +175,32 @@ class Queue:
         pause = 2e-5
         while not work._done:
             with self._lock:
-                if work._done:
-                    break
                 self._advance()
-                if work._done:
-                    break
                 now = self._watch()
             if work._done:
                 break
-            if timeout is not None and now - begin > timeout:
+            waited = now - begin
+            if timeout is not None and waited > timeout:
                 raise TimeoutError(f"{work.call()} was not done after {timeout:g} s; still pending")
-            if now - begin < _SPIN:
-                os.sched_yield()
-            else:
+            if waited > _SPIN:
                 time.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_SLEEP)
+            elif waited >= self._spin:
+                os.sched_yield()
         self._stats.waited += time.perf_counter() - begin
 
     def _advance(self) -> None:
         works = self._works
-        before = running_queue()
-        _here.queue = self
-        try:
-            while works:
-                head = works[0]
-                if not head._advance():
-                    return
-                works.popleft()
-                self.finished += 1
-                if works:
-                    works[0].posted = time.perf_counter()
-        finally:
-            _here.queue = before
+        while works and works[0]._advance():
+            works.popleft()
+            self.finished += 1
+            if works:
+                works[0].posted = time.perf_counter()
 
     def _watch(self) -> float:
         """Now and then, ask whether the head has waited too long."""
         now = time.perf_counter()
-        if now - self._watched > _WATCH_EVERY:
+        if now - self._watched > _WATCH_EVERY and self._works:
             self._watched = now
             head = self._works[0]
             waited = now - head.posted

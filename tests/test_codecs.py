@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from relaxmpi.primitives.codecs import Cast, Identity, Key, MinMaxUInt8, OneBit, Quantizer
 
 SIZES = [0, 1, 7, 8, 9, 511, 512, 513, 1000, 1001, 1025]

@@ -100,8 +100,8 @@ class Fake:
     def copy(self, out, data):
         self.host.copy(out.hidden, data.hidden)
 
-    def reduce(self, op, out, data):
-        self.host.reduce(op, out.hidden, data.hidden)
+    def reduce(self, op, a, b, out):
+        self.host.reduce(op, a.hidden, b.hidden, out.hidden)
 
     def scale(self, data, factor):
         self.host.scale(data.hidden, factor)

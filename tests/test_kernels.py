@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from relaxmpi.primitives import kernels
 from relaxmpi.primitives.philox import Stream, random_words, uniforms
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from relaxmpi.primitives.codecs import MinMaxUInt8
 
 

@@ -4,6 +4,7 @@ import doctest
 
 import numpy as np
 import pytest
+
 from relaxmpi.primitives import codecs, kernels, philox
 from relaxmpi.primitives.codecs import Cast, Identity, MinMaxUInt8, OneBit, Quantizer
 

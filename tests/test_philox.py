@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+
 from relaxmpi.primitives import kernels
 from relaxmpi.primitives.codecs import Key
 from relaxmpi.primitives.philox import Stream, philox4x32, random_words, uniforms

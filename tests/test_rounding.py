@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+
 from relaxmpi.primitives import philox
 from relaxmpi.primitives.codecs import Key, OneBit, Quantizer
 
