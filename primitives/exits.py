@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +20,10 @@ __all__ = ["install"]
 
 _log = logging.getLogger("relaxmpi")
 _installed_in = 0
+
+# The launcher drops what a rank on another host has printed and it has not forwarded yet.
+_FORWARDING = 0.3
+_ABORTING = 5.0
 
 
 def install() -> None:
@@ -31,11 +37,13 @@ def install() -> None:
     def on_exception(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        before(kind, error, trace)
+        with _unredirected():
+            before(kind, error, trace)
         _abort(f"{kind.__name__}: {error}")
 
     def on_thread_exception(said: Any) -> None:
-        before_thread(said)
+        with _unredirected():
+            before_thread(said)
         if not issubclass(said.exc_type, SystemExit):
             name = said.thread.name if said.thread else "a thread"
             _abort(f"{said.exc_type.__name__} in thread {name!r}: {said.exc_value}")
@@ -43,6 +51,11 @@ def install() -> None:
     sys.excepthook = on_exception
     threading.excepthook = on_thread_exception
     atexit.register(_on_exit)
+
+
+def _unredirected() -> contextlib.AbstractContextManager[object]:
+    """Print now: torch.distributed's own hook collects stderr to print it after this one."""
+    return contextlib.redirect_stderr(sys.__stderr__ or sys.stderr)
 
 
 def _ours() -> bool:
@@ -59,9 +72,13 @@ def _abort(why: str) -> None:
         return
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     sys.stdout.flush()
-    print(f"relaxmpi: rank {rank} of {size} failed and ends the job: {why}", file=sys.stderr)
-    sys.stderr.flush()
+    with _unredirected():
+        print(f"relaxmpi: rank {rank} of {size} failed and ends the job: {why}", file=sys.stderr)
+        sys.stderr.flush()
+    time.sleep(_FORWARDING)
     MPI.COMM_WORLD.Abort(1)
+    time.sleep(_ABORTING)  # MPICH's Abort returns, and the end comes a little later
+    os._exit(1)
 
 
 def _on_exit() -> None:

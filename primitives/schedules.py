@@ -30,7 +30,7 @@ class FlatSchedule:
     def allreduce(self, device: Device, x: Any, out: Any, op: Op, wire: Wire) -> Flow[None]:
         """Reduce `x` over the ranks into `out`, which may be `x`."""
         transport = self._comm.transport(device)
-        if isinstance(wire, Plain) and transport.sums(wire.dtype, op):
+        if isinstance(wire, Plain) and transport.sums(x, wire.dtype, op):
             target = wire.room(len(x)) if out is x else out
             yield transport.ireduce(x, target, op)
             wire.finish(target, op, self._comm.size)

@@ -48,8 +48,12 @@ class Transport(Protocol):
     def ibroadcast(self, data: Any, root: int) -> Request:
         """Start a broadcast of the bytes of `data`."""
 
-    def sums(self, dtype: str, op: Op) -> bool:
-        """Whether `ireduce` may be used: the world adds these numbers exactly as we would."""
+    def sums(self, data: Any, dtype: str, op: Op) -> bool:
+        """Whether `ireduce` should be used: it is exact for these numbers, and faster.
+
+        The answer depends on format, size and layout only, never on a measurement: ranks must
+        agree, and a sum in another order differs in bits.
+        """
 
     def ireduce(self, data: Any, out: Any, op: Op) -> Request:
         """Start an all-reduce of `data` into `out` (another array); MEAN is left as the sum."""

@@ -19,6 +19,7 @@ class FakeArray:
     def __init__(self, hidden):
         self.hidden = hidden
         self.dtype, self.shape, self.ndim = hidden.dtype, hidden.shape, hidden.ndim
+        self.nbytes = hidden.nbytes
         self.size, self.flags, self.strides = hidden.size, hidden.flags, hidden.strides
 
     def __len__(self):

@@ -52,6 +52,24 @@ rx.allreduce(comm, x)
     assert done.seconds < 15
 
 
+def test_an_exception_is_seen_beside_torch_distributed(launch):
+    """Its own hook runs ours with stderr collected, to be printed when ours has returned."""
+    pytest.importorskip("torch")
+    done = job(
+        launch,
+        """
+import torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[0]}.store",
+                        rank=comm.rank, world_size=comm.size)
+raise KeyError("beside torch")
+""",
+        n=2,
+    )
+    assert done.returncode != 0
+    assert "beside torch" in done.stderr
+    assert "Traceback" in done.stderr
+
+
 @pytest.mark.parametrize("code", [0, 3])
 def test_leaving_early_is_told_to_the_peers(launch, code):
     done = job(
