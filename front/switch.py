@@ -18,6 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 from relaxmpi.namespaces import Host, make_host, set_timer_slack
 
@@ -64,13 +65,21 @@ def forward(
     by_mac = {host.mac: port for port, host in enumerate(hosts)}
     others = [[p for p in range(len(taps)) if p != port] for port in range(len(taps))]
     queues: list[deque[tuple[float, bytes]]] = [deque() for _ in taps]
+    # Frames are read ahead, so they take their turn on a downlink when they arrive, not before.
+    arrivals: list[tuple[float, int, int, float, bytes]] = []
+    count = 0
     up = [0.0] * len(taps)  # when each uplink is free again
     down = [0.0] * len(taps)
     longest = limit / byte_rate
     clock, read, write = time.monotonic, os.read, os.write
     while True:
         now = clock()
-        wake = now + 3600.0
+        while arrivals and arrivals[0][0] <= now:
+            arrived, _, port, wire, frame = heappop(arrivals)
+            if down[port] - arrived <= longest:
+                down[port] = max(arrived, down[port] + wire)
+                queues[port].append((down[port], frame))
+        wake = min(now + 3600.0, arrivals[0][0]) if arrivals else now + 3600.0
         listen = [control]
         for port, queue in enumerate(queues):
             while queue and queue[0][0] <= now:
@@ -103,9 +112,8 @@ def forward(
                 free += wire
                 target = by_mac.get(frame[10:16])
                 for port in others[source] if target is None else (target,):
-                    if down[port] - free - latency <= longest:
-                        down[port] = max(free + latency, down[port] + wire)
-                        queues[port].append((down[port], frame))
+                    count += 1
+                    heappush(arrivals, (free + latency, count, port, wire, frame))
             up[source] = free
 
 

@@ -21,7 +21,9 @@ Flow = Generator[Request, None, T]
 
 _log = logging.getLogger("relaxmpi")
 _here = threading.local()
-_SPIN = 2e-3
+# Sleeping costs a wake-up per step of a collective; yielding costs nobody who has work to do.
+_SPIN = 1e-2
+_ALONE = 1e-4
 _LONGEST_SLEEP = 5e-4
 _WATCH_EVERY = 1e-3
 
@@ -129,7 +131,7 @@ class Queue:
         self._lock = threading.Lock()
         self._patience, self._stats = patience, stats
         # Where every rank has a core, giving it away while the peer answers only costs.
-        self._spin = 0.0 if crowded else _SPIN / 20
+        self._spin = 0.0 if crowded else _ALONE
         self._watched = 0.0
         self.broken: RelaxError | None = None
         self.submitted = 0
