@@ -1,0 +1,310 @@
+"""Kernels of the b-bit quantiser; the codec that uses them gives the formulas.
+
+Payload: one scale a bucket, then the packed codes (see `_bits`); code = level + s. A bucket
+that holds a NaN or an infinity has the scale NaN, so that all of it decodes to NaN.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxmpi.primitives._bits import pack_bucket, unpack_bucket
+from relaxmpi.primitives._jit import inlined, jit
+from relaxmpi.primitives._random import fill_elements
+from relaxmpi.primitives._reduce import LANES, Lanes, largest, norm
+from relaxmpi.primitives.philox import Stream
+
+Floats = NDArray[Any]
+Codes = NDArray[np.uint8]
+Words = NDArray[np.uint32]
+
+
+@inlined
+def _levels_nearest(u: Floats, lift: Any, inverse: Any, s: int, codes: Codes) -> None:
+    top = np.int32(s)
+    bottom = np.int32(-s)
+    for i in range(u.size):
+        level = np.int32(np.rint((u[i] * lift) * inverse))
+        codes[i] = np.uint8(np.int32(min(max(level, bottom), top) + top))
+
+
+@inlined
+def _levels_stochastic(
+    u: Floats, lift: Any, inverse: Any, s: int, words: Words, codes: Codes
+) -> None:
+    top = np.int32(s)
+    one = u.dtype.type(2.0**-24)
+    for i in range(u.size):
+        exact = abs((u[i] * lift) * inverse)
+        level = np.int32(exact)
+        # A comparison, because exact + uniform may round up to the next integer.
+        if u.dtype.type(np.int32(words[i] >> np.uint32(8))) * one < exact - u.dtype.type(level):
+            level = np.int32(level + np.int32(1))
+        level = min(level, top)
+        if u[i] < 0:
+            level = np.int32(-level)
+        codes[i] = np.uint8(np.int32(level + top))
+
+
+@inlined
+def _quantise_bucket(
+    u: Floats,
+    scale: Floats,
+    packed: Codes,
+    codes: Codes,
+    bits: int,
+    l2: bool,
+    random: bool,
+    words: Words,
+    lanes: Lanes,
+) -> None:
+    """Fill scale[0] and `packed`; `codes` is scratch and keeps the codes."""
+    number = u.dtype.type
+    s = (1 << (bits - 1)) - 1
+    largest(u, scale)
+    if l2 and scale[0] > 0:
+        scale[0] = norm(u, scale[0], lanes)
+    if not np.isfinite(scale[0]):
+        scale[0] = np.nan
+    if scale[0] > 0:
+        # Small scales are lifted, or s / scale would overflow; a power of two changes no code.
+        lift = number(1)
+        if u.itemsize == 4:
+            if scale[0] < number(2.0**-60):
+                lift = number(2.0**80)
+        elif scale[0] < number(2.0**-900):
+            lift = number(2.0**100)
+        lifted = scale[0] * lift
+        inverse = number(s) / lifted
+        if lifted * inverse < number(s):  # rounded down: the largest element would lose a level
+            inverse = (
+                inverse * number(1 + 2.0**-23)
+                if u.itemsize == 4
+                else inverse * number(1 + 2.0**-52)
+            )
+        if random:
+            _levels_stochastic(u, lift, inverse, s, words, codes)
+        else:
+            _levels_nearest(u, lift, inverse, s, codes)
+    else:
+        for i in range(codes.size):
+            codes[i] = np.uint8(s)
+    pack_bucket(codes, bits, packed)
+
+
+@inlined
+def _values(codes: Codes, scale: Any, bits: int, out: Floats) -> None:
+    s = np.int32((1 << (bits - 1)) - 1)
+    unit = out.dtype.type(1) / out.dtype.type(s)  # s * unit is exactly 1 for every s used
+    for i in range(out.size):
+        out[i] = scale * (out.dtype.type(np.int32(np.int32(codes[i]) - s)) * unit)
+
+
+@jit
+def _quantise(
+    x: Floats,
+    scales: Floats,
+    packed: Codes,
+    bits: int,
+    bucket: int,
+    l2: bool,
+    random: bool,
+    seed: int,
+    name: int,
+    step: int,
+    lane: int,
+    offset: int,
+    codes: Codes,
+    words: Words,
+    lanes: Lanes,
+) -> None:
+    skip = 0
+    for b in range(scales.size):
+        lo = b * bucket
+        hi = min(lo + bucket, x.size)
+        if random:
+            skip = fill_elements(words, offset + lo, hi - lo, seed, name, step, lane)
+        _quantise_bucket(
+            x[lo:hi],
+            scales[b : b + 1],
+            packed[lo * bits // 8 : (hi * bits + 7) // 8],
+            codes[: hi - lo],
+            bits,
+            l2,
+            random,
+            words[skip:],
+            lanes,
+        )
+
+
+@jit
+def _quantise_feedback(
+    x: Floats,
+    residual: Floats,
+    scales: Floats,
+    packed: Codes,
+    bits: int,
+    bucket: int,
+    l2: bool,
+    random: bool,
+    seed: int,
+    name: int,
+    step: int,
+    lane: int,
+    offset: int,
+    codes: Codes,
+    words: Words,
+    lanes: Lanes,
+    sums: Floats,
+    decoded: Floats,
+) -> None:
+    skip = 0
+    for b in range(scales.size):
+        lo = b * bucket
+        hi = min(lo + bucket, x.size)
+        n = hi - lo
+        u = sums[:n]
+        xb = x[lo:hi]
+        rb = residual[lo:hi]
+        for i in range(n):
+            u[i] = xb[i] + rb[i]
+        if random:
+            skip = fill_elements(words, offset + lo, n, seed, name, step, lane)
+        _quantise_bucket(
+            u,
+            scales[b : b + 1],
+            packed[lo * bits // 8 : (hi * bits + 7) // 8],
+            codes[:n],
+            bits,
+            l2,
+            random,
+            words[skip:],
+            lanes,
+        )
+        if np.isfinite(scales[b]):
+            q = decoded[:n]
+            _values(codes[:n], scales[b], bits, q)
+            for i in range(n):
+                rb[i] = u[i] - q[i]
+
+
+@jit
+def _dequantise(
+    scales: Floats,
+    packed: Codes,
+    out: Floats,
+    bits: int,
+    bucket: int,
+    add: bool,
+    codes: Codes,
+    values: Floats,
+) -> None:
+    for b in range(scales.size):
+        lo = b * bucket
+        hi = min(lo + bucket, out.size)
+        n = hi - lo
+        unpack_bucket(packed[lo * bits // 8 : (hi * bits + 7) // 8], bits, codes[:n])
+        ob = out[lo:hi]
+        if add:
+            q = values[:n]
+            _values(codes[:n], scales[b], bits, q)
+            for i in range(n):
+                ob[i] += q[i]
+        else:
+            _values(codes[:n], scales[b], bits, ob)
+
+
+def split_payload(
+    payload: Codes, count: int, dtype: np.dtype[Any], bits: int, bucket: int
+) -> tuple[Codes, Codes]:
+    """The bytes of the scales and those of the packed codes."""
+    head = dtype.itemsize * -(-count // bucket)
+    return payload[:head], payload[head : head + (bits * count + 7) // 8]
+
+
+def quantise(
+    x: Floats,
+    payload: Codes,
+    *,
+    bits: int,
+    bucket: int,
+    l2: bool,
+    stream: Stream | None,
+    offset: int,
+) -> None:
+    """Quantise x; round to nearest, or at random with the numbers of `stream`."""
+    head, packed = split_payload(payload, x.size, x.dtype, bits, bucket)
+    scales = np.empty(-(-x.size // bucket), x.dtype)  # aligned, which a payload need not be
+    codes, words, lanes = _scratch(min(bucket, x.size))
+    _quantise(
+        x,
+        scales,
+        packed,
+        bits,
+        bucket,
+        l2,
+        stream is not None,
+        *(stream or _NO_STREAM),
+        offset,
+        codes,
+        words,
+        lanes,
+    )
+    head[:] = scales.view(np.uint8)
+
+
+def quantise_feedback(
+    x: Floats,
+    residual: Floats,
+    payload: Codes,
+    *,
+    bits: int,
+    bucket: int,
+    l2: bool,
+    stream: Stream | None,
+    offset: int,
+) -> None:
+    """Quantise u = x + residual, and leave u - decoded in `residual`, in one pass.
+
+    Where a bucket of u is not finite, its part of the residual stays as it was.
+    """
+    head, packed = split_payload(payload, x.size, x.dtype, bits, bucket)
+    scales = np.empty(-(-x.size // bucket), x.dtype)
+    codes, words, lanes = _scratch(min(bucket, x.size))
+    sums, decoded = np.empty((2, codes.size), x.dtype)
+    _quantise_feedback(
+        x,
+        residual,
+        scales,
+        packed,
+        bits,
+        bucket,
+        l2,
+        stream is not None,
+        *(stream or _NO_STREAM),
+        offset,
+        codes,
+        words,
+        lanes,
+        sums,
+        decoded,
+    )
+    head[:] = scales.view(np.uint8)
+
+
+def dequantise(payload: Codes, out: Floats, *, bits: int, bucket: int, add: bool) -> None:
+    """Decode into `out`, or add the decoded values to it."""
+    head, packed = split_payload(payload, out.size, out.dtype, bits, bucket)
+    scales = np.empty(-(-out.size // bucket), out.dtype)
+    scales.view(np.uint8)[:] = head
+    codes = np.empty(min(bucket, out.size), np.uint8)
+    values = np.empty(codes.size if add else 0, out.dtype)
+    _dequantise(scales, packed, out, bits, bucket, add, codes, values)
+
+
+_NO_STREAM = Stream(0, 0, 0, 0)
+
+
+def _scratch(size: int) -> tuple[Codes, Words, Lanes]:
+    return np.empty(size, np.uint8), np.empty(size + 8, np.uint32), np.empty(LANES)

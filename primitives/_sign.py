@@ -1,0 +1,156 @@
+"""Kernels of the one-bit compressor; `OneBit` gives the formulas.
+
+Payload: one scale a bucket, then one bit an element in the layout of `_bits`, set for x >= 0.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relaxmpi.primitives._jit import inlined, jit
+from relaxmpi.primitives._quantise import split_payload
+from relaxmpi.primitives._reduce import LANES, Lanes, largest, sum_abs, sum_squares, unit_for
+
+Floats = NDArray[Any]
+Codes = NDArray[np.uint8]
+
+
+@inlined
+def _scale(x: Floats, l2: bool, out: Floats, lanes: Lanes) -> None:
+    """out[0] = mean |x|, or the root of mean x**2; NaN where x holds a NaN or an infinity."""
+    unit = 1.0
+    if x.itemsize == 8:  # sums of floats cannot overflow in double, those of doubles can
+        largest(x, out)
+        unit = unit_for(x, out[0]) / x.size
+    if l2:
+        mean = math.sqrt(sum_squares(x, unit, lanes) / x.size)
+    else:
+        mean = sum_abs(x, unit, lanes) / x.size
+    out[0] = mean / unit
+    if not np.isfinite(out[0]):
+        out[0] = np.nan
+
+
+@inlined
+def _pack_signs(x: Floats, packed: Codes) -> None:
+    n = x.size // 8
+    a, b, c, d = x[:n], x[n : 2 * n], x[2 * n : 3 * n], x[3 * n : 4 * n]
+    e, f, g, h = x[4 * n : 5 * n], x[5 * n : 6 * n], x[6 * n : 7 * n], x[7 * n : 8 * n]
+    zero = x.dtype.type(0)
+    for i in range(n):
+        packed[i] = np.uint8(
+            np.uint8(a[i] >= zero)
+            | (np.uint8(b[i] >= zero) << np.uint8(1))
+            | (np.uint8(c[i] >= zero) << np.uint8(2))
+            | (np.uint8(d[i] >= zero) << np.uint8(3))
+            | (np.uint8(e[i] >= zero) << np.uint8(4))
+            | (np.uint8(f[i] >= zero) << np.uint8(5))
+            | (np.uint8(g[i] >= zero) << np.uint8(6))
+            | (np.uint8(h[i] >= zero) << np.uint8(7))
+        )
+    if 8 * n < x.size:
+        last = 0
+        for j in range(x.size - 8 * n):
+            if x[8 * n + j] >= zero:
+                last |= 1 << j
+        packed[n] = np.uint8(last)
+
+
+@inlined
+def _values(packed: Codes, scale: Any, out: Floats) -> None:
+    n = out.size // 8
+    for j in range(8):
+        part = out[j * n : (j + 1) * n]
+        bit = np.uint8(1 << j)
+        for i in range(n):
+            part[i] = scale if packed[i] & bit else -scale
+    for j in range(out.size - 8 * n):
+        out[8 * n + j] = scale if packed[n] & np.uint8(1 << j) else -scale
+
+
+@inlined
+def _without(u: Floats, scale: Any, residual: Floats) -> None:
+    """Residual = u - decoded, where decoded is scale or -scale."""
+    zero = u.dtype.type(0)
+    for i in range(u.size):
+        residual[i] = u[i] - (scale if u[i] >= zero else -scale)
+
+
+@jit
+def _sign(x: Floats, scales: Floats, packed: Codes, bucket: int, l2: bool, lanes: Lanes) -> None:
+    for b in range(scales.size):
+        lo = b * bucket
+        hi = min(lo + bucket, x.size)
+        _scale(x[lo:hi], l2, scales[b : b + 1], lanes)
+        _pack_signs(x[lo:hi], packed[lo // 8 : (hi + 7) // 8])
+
+
+@jit
+def _sign_feedback(
+    x: Floats,
+    residual: Floats,
+    scales: Floats,
+    packed: Codes,
+    bucket: int,
+    l2: bool,
+    lanes: Lanes,
+    sums: Floats,
+) -> None:
+    for b in range(scales.size):
+        lo = b * bucket
+        hi = min(lo + bucket, x.size)
+        xb = x[lo:hi]
+        rb = residual[lo:hi]
+        u = sums[: hi - lo]
+        for i in range(u.size):
+            u[i] = xb[i] + rb[i]
+        _scale(u, l2, scales[b : b + 1], lanes)
+        _pack_signs(u, packed[lo // 8 : (hi + 7) // 8])
+        if np.isfinite(scales[b]):
+            _without(u, scales[b], rb)
+
+
+@jit
+def _unsign(
+    scales: Floats, packed: Codes, out: Floats, bucket: int, add: bool, values: Floats
+) -> None:
+    for b in range(scales.size):
+        lo = b * bucket
+        hi = min(lo + bucket, out.size)
+        bits = packed[lo // 8 : (hi + 7) // 8]
+        if add:
+            ob = out[lo:hi]
+            q = values[: hi - lo]
+            _values(bits, scales[b], q)
+            for i in range(q.size):
+                ob[i] += q[i]
+        else:
+            _values(bits, scales[b], out[lo:hi])
+
+
+def sign(x: Floats, payload: Codes, *, bucket: int, l2: bool) -> None:
+    """One scale a bucket and one bit an element."""
+    head, packed = split_payload(payload, x.size, x.dtype, 1, bucket)
+    scales = np.empty(-(-x.size // bucket), x.dtype)
+    _sign(x, scales, packed, bucket, l2, np.empty(LANES))
+    head[:] = scales.view(np.uint8)
+
+
+def sign_feedback(x: Floats, residual: Floats, payload: Codes, *, bucket: int, l2: bool) -> None:
+    """The same for u = x + residual; leaves u - decoded in `residual`, in one pass."""
+    head, packed = split_payload(payload, x.size, x.dtype, 1, bucket)
+    scales = np.empty(-(-x.size // bucket), x.dtype)
+    sums = np.empty(min(bucket, x.size), x.dtype)
+    _sign_feedback(x, residual, scales, packed, bucket, l2, np.empty(LANES), sums)
+    head[:] = scales.view(np.uint8)
+
+
+def unsign(payload: Codes, out: Floats, *, bucket: int, add: bool) -> None:
+    """Decode into `out`, or add the decoded values to it."""
+    head, packed = split_payload(payload, out.size, out.dtype, 1, bucket)
+    scales = np.empty(-(-out.size // bucket), out.dtype)
+    scales.view(np.uint8)[:] = head
+    values = np.empty(min(bucket, out.size) if add else 0, out.dtype)
+    _unsign(scales, packed, out, bucket, add, values)

@@ -1,0 +1,43 @@
+"""The loops over numbers, for the CPU; `relaxmpi.cuda.kernels` has the same names.
+
+All are serial, release the GIL, and give bytes that depend on nothing but their arguments: no
+random state, no threads, additions in a fixed order, no contraction. Arrays are 1-D and
+contiguous; floats are float32 (fast) or float64 (correct); payloads are uint8 of any alignment.
+Whoever calls checks the arguments: see `codecs`.
+"""
+
+from relaxmpi.primitives._bits import pack, unpack
+from relaxmpi.primitives._cast import (
+    accumulate,
+    leave,
+    narrow_bf16,
+    narrow_fp16,
+    scale,
+    widen_bf16,
+    widen_fp16,
+)
+from relaxmpi.primitives._minmax import dequantise_minmax, quantise_minmax
+from relaxmpi.primitives._quantise import dequantise, quantise, quantise_feedback
+from relaxmpi.primitives._random import random_words
+from relaxmpi.primitives._sign import sign, sign_feedback, unsign
+
+__all__ = [
+    "accumulate",
+    "dequantise",
+    "dequantise_minmax",
+    "leave",
+    "narrow_bf16",
+    "narrow_fp16",
+    "pack",
+    "quantise",
+    "quantise_feedback",
+    "quantise_minmax",
+    "random_words",
+    "scale",
+    "sign",
+    "sign_feedback",
+    "unpack",
+    "unsign",
+    "widen_bf16",
+    "widen_fp16",
+]
