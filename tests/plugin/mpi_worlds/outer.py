@@ -1,0 +1,184 @@
+"""Outside: one outcome for each item, and a new world where one is lost."""
+
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import mpi4py
+import pytest
+from _pytest.runner import runtestprotocol
+
+from mpi_worlds.reports import Phases, merge, unanimous
+from mpi_worlds.stacks import Stack, required, stacks
+from mpi_worlds.world import World
+
+GRACE = 3.0  # seconds the other ranks get to finish once one has failed
+START = 120.0  # seconds a world may take to come up
+ATTEMPTS = 2  # worlds in a row that may fail to come up
+
+Trouble = tuple[str, str]
+
+
+class Place(NamedTuple):
+    """Where an item runs."""
+
+    stack: Stack
+    n: int
+
+
+def place(item: pytest.Item) -> Place | None:
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return params.get("mpi_world")
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Run an item marked ``ranks(*n, timeout=None, mpi=None)`` in a world of each kind."""
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if not mark:
+        return
+    only = mark.kwargs.get("mpi")
+    worlds = [Place(s, n) for s in stacks() if only in (None, s.name) for n in mark.args]
+    if "mpi_world" not in metafunc.fixturenames:
+        metafunc.fixturenames.append("mpi_world")
+    metafunc.parametrize(
+        "mpi_world", worlds, indirect=True, ids=[f"{w.stack.name}-n{w.n}" for w in worlds]
+    )
+
+
+class Outer:
+    """Plugin of the pytest that the user started."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        # Test modules may import mpi4py.MPI: in this process that must not start MPI, or the
+        # launchers would take it for a rank.
+        mpi4py.rc.initialize = False
+        self.config = config
+        self.stacks = stacks()
+        self.world: World | None = None
+        self.at: Place | None = None
+        self.left: dict[Place, list[pytest.Item]] = {}
+        self.stillborn: dict[Place, list[str]] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        # Stable: items without ranks first, then worlds of one kind together.
+        items.sort(key=lambda i: (self.stacks.index(p.stack) + 1, p.n) if (p := place(i)) else (0, 0))
+        for item in items:
+            if p := place(item):
+                self.left.setdefault(p, []).append(item)
+
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        where = place(item)
+        if where is None and (nextitem is None or place(nextitem) is None):
+            return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        if where is None:
+            # The next item is never set up in this process: tear down everything now.
+            runtestprotocol(item, nextitem=None)
+        else:
+            for report in self.run(item, where):
+                item.ihook.pytest_runtest_logreport(report=report)
+            self.left[where].remove(item)
+            if nextitem is None or place(nextitem) != where:
+                self.leave()
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def pytest_sessionfinish(self) -> None:
+        self.close()
+
+    def run(self, item: pytest.Item, where: Place) -> list[pytest.TestReport]:
+        if where.stack.mpiexec is None:
+            return self.no_launcher(item)
+        failures = self.stillborn.setdefault(where, [])
+        if len(failures) >= ATTEMPTS:
+            return merge(item, [], ("no world", failures[-1]), 0)
+        begin = time.monotonic()
+        if self.world is None or self.at != where:
+            self.close()
+            self.world, self.at = World(self.config, where.stack, where.n, self.stacks), where
+            self.world.start(self.left[where])
+            trouble = self.await_start(self.world)
+            if trouble:
+                failures.append(trouble[1])
+                self.close()
+                return merge(item, [], trouble, time.monotonic() - begin)
+            failures.clear()
+        world = self.world
+        trouble = self.await_item(world, item)
+        ranks = world.phases(item.nodeid)
+        if trouble or not unanimous(ranks):
+            # What a lone failure leaves in MPI (messages, half a collective) is no ground for
+            # the next item.
+            self.close()
+        return merge(item, ranks, trouble, time.monotonic() - begin)
+
+    def await_start(self, world: World) -> Trouble | None:
+        for _ in _ticks(START):
+            if world.up:
+                world.job.note_segments()
+                return None
+            if world.ended:
+                break
+        what = "ended at once" if world.ended else f"was not up after {START:g} s"
+        code = world.job.process.poll()
+        return "no world", f"the world of {world.n} ranks {what} (exit {code})\n{world.job.log()}"
+
+    def await_item(self, world: World, item: pytest.Item) -> Trouble | None:
+        limit = self.limit(item)
+        broke = None
+        for now in _ticks(limit):
+            # Asked before reading: what a world that has ended wrote is then all there.
+            ended = world.ended
+            world.poll()
+            ranks = world.phases(item.nodeid)
+            if all("teardown" in phases for phases in ranks):
+                return None
+            late = [str(r) for r, phases in enumerate(ranks) if "teardown" not in phases]
+            if ended:
+                code = world.job.process.returncode
+                return "world lost", (
+                    f"the world of {world.n} ranks ended (exit {code}) before rank "
+                    f"{', '.join(late)} had finished\n{world.job.log()}"
+                )
+            if broke is None and any(_broken(phases) for phases in ranks):
+                broke = now
+            if broke is not None and now - broke > GRACE:
+                return "others hang", f"rank {', '.join(late)} did not finish\n{world.stacks()}"
+        return "timeout", f"rank {', '.join(late)} did not finish in {limit:g} s\n{world.stacks()}"
+
+    def limit(self, item: pytest.Item) -> float:
+        mark = item.get_closest_marker("ranks")
+        return float((mark and mark.kwargs.get("timeout")) or self.config.getini("mpi_timeout"))
+
+    def no_launcher(self, item: pytest.Item) -> list[pytest.TestReport]:
+        why = "no mpiexec beside the interpreter or on PATH"
+        if required():
+            return merge(item, [], ("no mpiexec", why), 0)
+        skipped, rest = merge(item, [], None, 0)[1:]
+        skipped.outcome, skipped.longrepr = "skipped", (str(item.path), 0, f"Skipped: {why}")
+        return [skipped, rest]
+
+    def leave(self) -> None:
+        """The last item is done: let the ranks finalise MPI in peace, for a while."""
+        if self.world:
+            self.world.job.wait(5)
+        self.close()
+
+    def close(self) -> None:
+        if self.world:
+            self.world.close()
+        self.world = self.at = None
+
+
+def _broken(phases: Phases) -> bool:
+    return any(x.failed or hasattr(x, "wasxfail") for x in phases.values())
+
+
+def _ticks(seconds: float) -> Iterator[float]:
+    """The time, often, until `seconds` have passed."""
+    end, pause = time.monotonic() + seconds, 1e-3
+    while (now := time.monotonic()) < end:
+        yield now
+        time.sleep(pause)
+        pause = min(0.02, pause * 1.2)
