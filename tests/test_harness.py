@@ -53,6 +53,7 @@ def test_d_hang():
 def test_e_abort():
     if world.rank == 1:
         world.Abort(7)
+        time.sleep(60)  # MPICH's Abort returns, and the launcher kills some time later
     world.Barrier()
 
 @pytest.mark.ranks(2)
@@ -128,7 +129,9 @@ def run(folder: Path, stack: Stack, source: str, *args: str, **env: str) -> tupl
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "--color=no", "-rA", "--durations=12", *args],
         cwd=folder,
-        env=environment() | {STACKS: describe([stack]), "MARK": str(folder), "COLUMNS": "200"} | env,
+        env=environment()
+        | {STACKS: describe([stack]), "MARK": str(folder), "COLUMNS": "200"}
+        | env,
         capture_output=True,
         text=True,
         timeout=120,
@@ -209,9 +212,9 @@ def test_a_launcher_started_by_hand_is_honoured(tmp_path: Path, stack: Stack) ->
     chosen = "a_good or b_one or h_all or i_skip or l_good"
     folder = tmp_path / "out"
     folder.mkdir()
-    job = Job(
-        stack, 2, ["-m", "pytest", "-v", "-k", chosen], folder=folder, cwd=tmp_path
-    )
+    wide = {"COLUMNS": "200", "NO_COLOR": "1"}
+    command = ["-m", "pytest", "-v", "-k", chosen]
+    job = Job(stack, 2, command, folder=folder, cwd=tmp_path, env=wide)
     assert job.wait(60)
     text = job.log(20_000)
     job.kill()

@@ -62,12 +62,16 @@ class Outer:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         # Stable: items without ranks first, then worlds of one kind together.
-        items.sort(key=lambda i: (self.stacks.index(p.stack) + 1, p.n) if (p := place(i)) else (0, 0))
+        items.sort(
+            key=lambda i: (self.stacks.index(p.stack) + 1, p.n) if (p := place(i)) else (0, 0)
+        )
         for item in items:
             if p := place(item):
                 self.left.setdefault(p, []).append(item)
 
-    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool | None:
         where = place(item)
         if where is None and (nextitem is None or place(nextitem) is None):
             return None

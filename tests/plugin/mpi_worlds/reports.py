@@ -66,7 +66,7 @@ def unanimous(ranks: Sequence[Phases]) -> bool:
 
 
 def _report(item: pytest.Item, when: Any, seconds: float = 0.0) -> pytest.TestReport:
-    words = {key: 1 for key in item.keywords}
+    words: Any = dict.fromkeys(item.keywords, 1)
     return pytest.TestReport(
         item.nodeid, item.location, words, "passed", None, when, duration=seconds
     )
