@@ -63,12 +63,12 @@ def digits(comm: rx.Comm) -> tuple[TensorDataset, TensorDataset]:
     return train, held_out
 
 
-def train(comm, algorithm, data, *, epochs, batch=32, lr=0.02, seed=0, title=None) -> Run:
+def train(comm, algorithm, data, *, epochs, batch=32, lr=0.15, seed=0, title=None) -> Run:
     """Train one network on all ranks; `batch` images a rank and step."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     train_data, test_data = data
     sampler = DistributedSampler(train_data, comm.size, comm.rank, seed=seed, drop_last=True)
     loader = DataLoader(train_data, batch, sampler=sampler, drop_last=True)
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="qsgd8")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch", type=int, default=32, help="images a rank and step")
-    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--lr", type=float, default=0.15)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     with rx.Comm.world() as comm:
