@@ -1,0 +1,7 @@
+"""``python -m relaxmpi``: the command line."""
+
+import sys
+
+from relaxmpi.cli import main
+
+sys.exit(main())

@@ -1,0 +1,109 @@
+"""The command ``relaxmpi``."""
+
+import argparse
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NamedTuple, NoReturn
+
+from relaxmpi import __version__, doctor, lab
+from relaxmpi.units import parse_duration, parse_rate
+
+__all__ = ["main"]
+
+
+class _Command(NamedTuple):
+    """A subcommand: what it does, its options, and the function that does it."""
+
+    summary: str
+    options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def _with_unit(parse: Callable[[str], float]) -> Callable[[str], float]:
+    def convert(text: str) -> float:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _lab_options(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run an MPI program on emulated hosts of this machine, joined by a network of a chosen "
+        "latency and bandwidth. Needs Linux, root and Open MPI 5. "
+        "Example: relaxmpi lab --hosts 4 --latency 5ms --bandwidth 100Mbit -- python train.py"
+    )
+    parser.add_argument("--hosts", type=int, default=4, help="emulated hosts (default 4)")
+    parser.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="(default 1)")
+    parser.add_argument(
+        "--latency", type=_with_unit(parse_duration), default=1e-4, metavar="TIME",
+        help="one way, such as 5ms or 100us (default 0.1ms)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--bandwidth", type=_with_unit(parse_rate), default=1e9, metavar="RATE",
+        help="of each host's link, up and down, such as 100Mbit (default 1Gbit)",
+    )  # fmt: skip
+    parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="(default 1500)")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS",
+        help="stop the job after this long, with exit status 124 (default 300)",
+    )  # fmt: skip
+    parser.add_argument("--mpirun", default="", metavar="OPTIONS", help="more options for mpirun")
+    parser.add_argument("program", help="the program, after --; python is this interpreter")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _lab(options: argparse.Namespace) -> int:
+    # The default action would end this process alone, at once. An exception lets the
+    # with-statement stop the job politely, so that what it printed is not lost.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _stop)
+    try:
+        with lab.Lab(
+            hosts=options.hosts,
+            latency=options.latency,
+            bandwidth=options.bandwidth,
+            mtu=options.mtu,
+        ) as network:
+            return network.run(
+                [options.program, *options.arguments],
+                ranks_per_host=options.ranks_per_host,
+                timeout=options.timeout,
+                mpirun=shlex.split(options.mpirun),
+            )
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except (ValueError, lab.LabError) as error:
+        print(f"relaxmpi lab: {error}", file=sys.stderr)
+        return 2
+
+
+_COMMANDS = {
+    "doctor": _Command("check this installation", doctor.add_options, doctor.run),
+    "lab": _Command("run an MPI program on an emulated slow network", _lab_options, _lab),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status.
+
+    Args:
+        argv: The arguments, without the program's name; by default those of this process.
+    """
+    parser = argparse.ArgumentParser(prog="relaxmpi", description="MPI-style primitives.")
+    parser.add_argument("--version", action="version", version=f"relaxmpi {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in _COMMANDS.items():
+        command.options(subparsers.add_parser(name, help=command.summary))
+    options = parser.parse_args(argv)
+    return _COMMANDS[options.command].run(options)

@@ -1,0 +1,127 @@
+"""``relaxmpi doctor``: what is wrong with this installation, and what to do about it."""
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from relaxmpi import checks_machine, checks_mpi
+from relaxmpi.findings import Finding, bad, ok, warn
+
+__all__ = ["CHECKS", "add_options", "agreement", "examine", "layout", "report", "run"]
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    checks_machine.check_python,
+    checks_machine.check_packages,
+    checks_mpi.check_library,
+    checks_mpi.check_threads,
+    checks_mpi.check_wheels,
+    checks_mpi.check_launcher,
+    checks_mpi.check_job,
+    checks_mpi.check_size,
+    checks_mpi.check_root,
+    checks_mpi.check_slots,
+    checks_mpi.check_fault_tolerance,
+    checks_machine.check_interfaces,
+    checks_machine.check_thread_counts,
+    checks_machine.check_kernel_cache,
+    checks_machine.check_cuda_packages,
+    checks_machine.check_cuda_driver,
+    checks_machine.check_settings,
+    checks_machine.check_transport,
+)
+
+
+def examine(checks: Sequence[Callable[[], Finding]] = CHECKS) -> list[Finding]:
+    """Run the checks; one that fails itself is a finding too."""
+    findings = []
+    for check in checks:
+        try:
+            findings.append(check())
+        except Exception as error:
+            name = check.__name__.removeprefix("check_").replace("_", " ")
+            what = f"cannot be checked: {type(error).__name__}: {error}"
+            findings.append(warn(name, what, "please report this"))
+    return findings
+
+
+def layout(hosts: Sequence[str]) -> Finding:
+    """Describe the nodes of a job.
+
+    Args:
+        hosts: The host name of each rank.
+    """
+    ranks = Counter(hosts)
+    counts = sorted(set(ranks.values()))
+    text = f"{', '.join(ranks)}; {'/'.join(map(str, counts))} ranks on each of {len(ranks)}"
+    if len(counts) > 1:
+        return warn("nodes", text, "give every host the same number of ranks: --map-by ppr:N:node")
+    return ok("nodes", text)
+
+
+def agreement(versions: Sequence[dict[str, str]]) -> Finding:
+    """Say whether all ranks run the same versions.
+
+    Args:
+        versions: Package versions of each rank.
+    """
+    names = sorted({name for found in versions for name in found})
+    differing = [name for name in names if len({found.get(name) for found in versions}) > 1]
+    if not differing:
+        return ok("versions", f"the same on all {len(versions)} ranks")
+    text = "; ".join(
+        f"{name}: " + ", ".join(f"rank {r} {v.get(name, 'none')}" for r, v in enumerate(versions))
+        for name in differing
+    )
+    return bad("versions", text, "install the same versions on every host")
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """Return the findings as text, a line each, with the advice below its line."""
+    width = max(len(finding.subject) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.status:<4}  {finding.subject:<{width}}  {finding.text}")
+        if finding.advice:
+            lines.append(f"{'':<{width + 6}}  -> {finding.advice}")
+    return "\n".join(lines)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand."""
+    parser.description = (
+        "Check this installation; under mpirun also the job. The exit status is 1 if anything "
+        "is bad."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _is_first() -> bool:
+    """Say whether the launcher calls this rank 0, whatever the library believes."""
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the subcommand and return its exit status."""
+    world = checks_mpi.world()
+    about_job = []
+    if world is not None and world.size > 1:
+        hosts = world.gather(platform.node())
+        found = world.gather(checks_machine.versions())
+        if world.rank == 0:
+            about_job = [layout(hosts), agreement(found)]
+    status = 0
+    if _is_first():
+        findings = examine() + about_job
+        as_json = json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2)
+        print(as_json if options.json else report(findings))
+        sys.stdout.flush()
+        status = int(any(finding.status == "bad" for finding in findings))
+    if world is not None and world.size > 1:
+        status = world.bcast(status)
+    return status
