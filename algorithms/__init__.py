@@ -1,1 +1,34 @@
-"""Training algorithms composed from relaxmpi.primitives."""
+"""Training algorithms composed from relaxmpi.primitives.
+
+Names are loaded on first use, so that only `attach` needs torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relaxmpi.algorithms.attach_torch import Sync, SyncStats, attach
+    from relaxmpi.algorithms.base import Algorithm, Bound
+    from relaxmpi.algorithms.qsgd import QSGD, ByteGrad
+    from relaxmpi.algorithms.sgd import SGD
+
+__all__ = ["QSGD", "SGD", "Algorithm", "Bound", "ByteGrad", "Sync", "SyncStats", "attach"]
+
+_HOME = {
+    "Algorithm": "base",
+    "Bound": "base",
+    "ByteGrad": "qsgd",
+    "QSGD": "qsgd",
+    "SGD": "sgd",
+    "Sync": "attach_torch",
+    "SyncStats": "attach_torch",
+    "attach": "attach_torch",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -9,12 +9,12 @@ from typing import Any
 
 _HOME = {
     "relaxmpi.primitives": (
-        "Comm Hierarchy Work primitive allreduce reduce_scatter allgather broadcast alltoall "
-        "barrier SUM MEAN MAX MIN Op Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit "
-        "ErrorFeedback Bucket RelaxError MismatchError PeerTimeout PeerLeft BrokenComm "
-        "NonFiniteError Deadlock"
+        "Comm Hierarchy Work primitive "
+        "allreduce reduce_scatter allgather broadcast alltoall barrier SUM MEAN MAX MIN Op "
+        "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit ErrorFeedback Bucket buckets_of "
+        "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),
-    "relaxmpi.algorithms": "Algorithm SGD QSGD attach".split(),
+    "relaxmpi.algorithms": "Algorithm Bound SGD QSGD ByteGrad attach Sync SyncStats".split(),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

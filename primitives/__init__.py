@@ -1,5 +1,6 @@
 """The low-level layer: how ranks talk."""
 
+from relaxmpi.primitives.bucket import Bucket, buckets_of
 from relaxmpi.primitives.codecs import Cast, Codec, Identity, Key, MinMaxUInt8, OneBit, Quantizer
 from relaxmpi.primitives.comm import Comm
 from relaxmpi.primitives.cpu import Cpu
@@ -33,6 +34,7 @@ __all__ = [
     "MIN",
     "SUM",
     "BrokenComm",
+    "Bucket",
     "Cast",
     "Codec",
     "Comm",
@@ -56,6 +58,7 @@ __all__ = [
     "alltoall",
     "barrier",
     "broadcast",
+    "buckets_of",
     "primitive",
     "reduce_scatter",
     "register",

@@ -1,0 +1,168 @@
+"""What `attach` must know about a PyTorch model and its optimizer, and what it sends once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from relaxmpi.algorithms.base import Algorithm
+from relaxmpi.primitives import (
+    Bucket,
+    Comm,
+    Hierarchy,
+    RelaxError,
+    barrier,
+    broadcast,
+    buckets_of,
+    primitive,
+)
+from relaxmpi.primitives.work import Flow
+
+__all__ = ["Watch", "attaching", "broadcast_state", "private"]
+
+
+class _Place(NamedTuple):
+    module: nn.Module
+    attribute: str
+    name: str
+    param: nn.Parameter
+    trained: bool
+
+
+class Watch:
+    """The parameters of a model and its optimizer, and that they stay the same objects.
+
+    Attributes:
+        trained: Names and parameters that need a gradient and that the optimizer holds.
+
+    Raises:
+        ValueError: There is none, or the optimizer holds parameters of another model.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        held = set(self._held())
+        named = list(model.named_parameters())
+        self.trained = [(name, p) for name, p in named if p.requires_grad and id(p) in held]
+        if not self.trained:
+            raise ValueError(
+                "the model has no trainable parameter that the optimizer holds: there is nothing "
+                "to train together"
+            )
+        strange = len(held - {id(p) for _, p in named})
+        if strange:
+            raise ValueError(
+                f"the optimizer holds {strange} parameters that are not the model's: their "
+                "gradients would stay local; attach the module that contains them all"
+            )
+        self._count = len(held)
+        ours = {id(p) for _, p in self.trained}
+        self._places = [
+            _Place(module, attribute, f"{path}.{attribute}".lstrip("."), p, id(p) in ours)
+            for path, module in model.named_modules()
+            for attribute, p in module._parameters.items()
+            if p is not None and id(p) in held
+        ]
+
+    def _held(self) -> Iterator[int]:
+        for group in self._optimizer.param_groups:
+            yield from map(id, group["params"])
+
+    def check(self) -> None:
+        """Raise RelaxError where gradients would stay local because something was replaced."""
+        for place in self._places:
+            if place.module._parameters.get(place.attribute) is not place.param:
+                raise RelaxError(
+                    f"parameter {place.name} was replaced after attach: neither its gradient nor "
+                    "the optimizer would see it; change it in place, or detach, make a new "
+                    "optimizer and attach again"
+                )
+            if place.param.requires_grad and not place.trained:
+                raise RelaxError(
+                    f"parameter {place.name} was frozen when the model was attached and is "
+                    "trained now: its gradient would stay local; detach and attach again"
+                )
+        if sum(1 for _ in self._held()) != self._count:
+            raise RelaxError(
+                "the optimizer got or lost parameters after attach: detach and attach again"
+            )
+
+
+@primitive
+def attaching(
+    comm: Comm,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    algorithm: Algorithm,
+    *limits: int,
+) -> Flow[None]:
+    """Agree on model, optimizer and algorithm, or raise on every rank."""
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"algorithm must be one such as SGD() or QSGD(bits=8), not {algorithm!r}")
+    if algorithm.own_rule:
+        raise ValueError(
+            f"{algorithm.own_rule} has no effect here: the local rule is the optimizer's, so set "
+            f"it in {type(optimizer).__name__}"
+        )
+    if min(limits) < 1:
+        raise ValueError(f"buckets need at least one byte, not {min(limits)}")
+    watch = Watch(model, optimizer)
+    for name, p in watch.trained:
+        if any(
+            hasattr(hook, "relaxmpi") for hook in (p._post_accumulate_grad_hooks or {}).values()
+        ):
+            raise ValueError(f"{name} is attached already: detach that first")
+    trained = [(name, p.shape, p.dtype) for name, p in watch.trained]
+    parts = [(name, t.shape, t.dtype) for name, t in _tensors(model)]
+    state = [(name, t.shape, t.dtype) for name, t in _state(optimizer)]
+    what = (
+        f"model of {len(trained)} trained parameters ({_short(trained, parts)}), "
+        f"{type(optimizer).__name__} with {len(state)} tensors of state ({_short(state)}), "
+        f"{algorithm!r}, buckets of {limits}"
+    )
+    return barrier.flow(comm, name=what)
+
+
+def _short(*parts: Any) -> str:
+    return blake2b(repr(parts).encode(), digest_size=4).hexdigest()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            for key, value in sorted(optimizer.state.get(p, {}).items()):
+                if isinstance(value, torch.Tensor):
+                    yield f"{key} of parameter {i} in group {g}", value
+
+
+def private(comm: Comm) -> Comm:
+    """Return a duplicate, so that hooks and the user's own calls cannot get into one order."""
+    return comm.by_node() if isinstance(comm, Hierarchy) else comm.dup()
+
+
+def broadcast_state(
+    comm: Comm, model: nn.Module, optimizer: torch.optim.Optimizer, limit: int
+) -> None:
+    """Give every rank the parameters, buffers and optimizer state of rank 0."""
+    if comm.size == 1:
+        return
+    named = [*_tensors(model), *_state(optimizer)]
+    sizes = [t.numel() * t.element_size() for _, t in named]
+    kinds = [(t.dtype, t.device) for _, t in named]
+    for group in buckets_of(sizes, limit, kinds=kinds):
+        tensors = [named[i][1] for i in group]
+        bucket = Bucket(tensors)
+        broadcast(comm, bucket.flat, name=named[group[0]][0])
+        if comm.rank:
+            with torch.no_grad():
+                for tensor, view in zip(tensors, bucket.views, strict=True):
+                    tensor.copy_(view)

@@ -1,0 +1,83 @@
+"""What an algorithm is: an immutable description, and the state of one buffer bound to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from relaxmpi.primitives.comm import Comm
+from relaxmpi.primitives.work import Work
+
+__all__ = ["Algorithm", "Bound"]
+
+
+class Bound:
+    """An algorithm at work on one buffer.
+
+    Three moments make up a step. Each may start communication and return its Work; `step` runs
+    them in order, and `attach` places them around somebody else's training loop.
+
+    Attributes:
+        lr: The step length, to be changed at will between steps.
+    """
+
+    lr: float
+
+    def on_grads(self, g: Any) -> Work[Any] | None:
+        """What happens as soon as the gradient is there; `g` belongs to the Work until it ends."""
+        return None
+
+    def on_step(self, g: Any) -> None:
+        """The local rule: move x by the gradient that `on_grads` left in `g`."""
+
+    def on_params(self) -> Work[Any] | None:
+        """What happens after the local rule."""
+        return None
+
+    def step(self, g: Any) -> None:
+        """Take one step with this rank's gradient, in whose place the exchanged one is left."""
+        _finish(self.on_grads(g))
+        self.on_step(g)
+        _finish(self.on_params())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of what this rank must save, besides the parameters, to resume exactly."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned on this rank."""
+
+
+class Algorithm(ABC):
+    """What to send, and when: a frozen dataclass, shared freely; `bind` makes the state.
+
+    Example:
+        >>> import numpy as np, relaxmpi as rx
+        >>> x = np.zeros(2)
+        >>> with rx.Comm.world() as comm:
+        ...     rx.SGD().bind(comm, x, lr=0.5).step(np.array([2.0, 4.0]))
+        >>> x
+        array([-1., -2.])
+    """
+
+    @abstractmethod
+    def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> Bound:
+        """Return the state of this algorithm for one buffer.
+
+        Args:
+            comm: Whom to communicate with.
+            x: The parameters, changed in place; numpy array or torch tensor. None leaves them and
+                the local rule to somebody else (`attach`: an optimizer), who never calls `on_step`.
+            lr: Step length.
+            name: Which buffer this is: the ranks agree on it, and random numbers depend on it.
+        """
+
+    @property
+    def own_rule(self) -> str:
+        """The settings of the local rule that differ from plain descent, in words."""
+        return ""
+
+
+def _finish(work: Work[Any] | None) -> None:
+    if work is not None:
+        work.wait()

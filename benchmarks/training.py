@@ -1,0 +1,184 @@
+"""Seconds of a training step: this library, torch DDP and (where installed) Horovod, in one run.
+
+    mpirun -n 4 python benchmarks/training.py
+    python benchmarks/training.py --lab hosts=4,latency=0.1ms,bandwidth=100Mbit
+
+The network of examples/train_digits.py on random images, plain SGD, one thread a rank. DDP gets
+gradient views, a static graph and several bucket sizes; ratios are to its best. The methods take
+turns, a few steps each, so that all of them see the same machine; medians over all steps. The
+kernels are compiled and DDP's buckets rebuilt before the clock starts.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import relaxmpi as rx
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from train_digits import ALGORITHMS, network
+
+BATCH = 32
+CAPS = (1, 4, 25)  # MiB: DDP's choices of bucket_cap_mb
+Step = Callable[[], None]
+
+
+def stepper(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Step:
+    """The user's loop, the same for all methods."""
+    numbers = torch.Generator().manual_seed(rank)
+    images = torch.randn(BATCH, 1, 28, 28, generator=numbers)
+    labels = torch.randint(10, (BATCH,), generator=numbers)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return step
+
+
+def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = network()
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def ours(comm: rx.Comm, name: str) -> Step:
+    model, optimizer = new_model()
+    rx.attach(model, optimizer, ALGORITHMS[name], comm=comm)
+    return stepper(model, optimizer, comm.rank)
+
+
+def ddp(comm: rx.Comm, cap: int, fp16: bool) -> Step:
+    model, _ = new_model()
+    parallel = DistributedDataParallel(
+        model, bucket_cap_mb=cap, gradient_as_bucket_view=True, static_graph=True
+    )
+    if fp16:
+        parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return stepper(parallel, torch.optim.SGD(model.parameters(), lr=0.01), comm.rank)
+
+
+def horovod(comm: rx.Comm) -> Step | None:
+    try:
+        import horovod.torch as hvd
+    except ImportError:
+        return None
+    hvd.init()
+    model, optimizer = new_model()
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return stepper(model, optimizer, comm.rank)
+
+
+@contextmanager
+def gloo(comm: rx.Comm) -> Iterator[None]:
+    """A process group of the same ranks."""
+    host = os.environ.get("RELAXMPI_LAB_MASTER", "127.0.0.1")
+    port = 0
+    if comm.rank == 0:
+        with socket.socket() as s:
+            s.bind((host, 0))
+            port = s.getsockname()[1]
+    port = rx.allreduce(comm, port, op=rx.MAX)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{host}:{port}", rank=comm.rank, world_size=comm.size
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def methods(comm: rx.Comm) -> dict[str, Step]:
+    alone = new_model()
+    found: dict[str, Step | None] = {"compute alone": stepper(*alone, comm.rank)}
+    for cap in CAPS:
+        found[f"DDP, {cap} MiB"] = ddp(comm, cap, fp16=False)
+    for cap in CAPS:
+        found[f"DDP fp16, {cap} MiB"] = ddp(comm, cap, fp16=True)
+    found["Horovod"] = horovod(comm)
+    for name in ALGORITHMS:
+        found[f"relaxmpi {name}"] = ours(comm, name)
+    return {name: step for name, step in found.items() if step is not None}
+
+
+def measure(comm: rx.Comm, rounds: int, steps: int) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    with gloo(comm):
+        chosen = methods(comm)
+        for step in chosen.values():
+            for _ in range(3):
+                step()
+        taken: dict[str, list[float]] = {name: [] for name in chosen}
+        for _ in range(rounds):
+            for name, step in chosen.items():
+                for _ in range(steps):
+                    rx.barrier(comm)
+                    begin = time.perf_counter()
+                    step()
+                    taken[name].append(time.perf_counter() - begin)
+    return taken
+
+
+def report(taken: dict[str, list[float]], size: int, out: Path | None) -> None:
+    median = {name: statistics.median(times) for name, times in taken.items()}
+    best = min((name for name in median if name.startswith("DDP, ")), key=median.__getitem__)
+    where = os.environ.get("RELAXMPI_LAB", "this machine")
+    count = len(next(iter(taken.values())))
+    print(f"{size} ranks, {where}, batch {BATCH} a rank, medians of {count} steps; load ", end="")
+    print(f"{os.getloadavg()[0]:.1f}\n\n{'':22}{'ms/step':>9}{'quartiles':>15}   against {best}")
+    for name, middle in median.items():
+        low, _, high = (1e3 * q for q in statistics.quantiles(taken[name], n=4))
+        print(f"{name:22}{middle * 1e3:9.1f}{low:8.1f}{high:7.1f}{median[best] / middle:9.2f}x")
+    if out is not None:
+        result = {"ranks": size, "where": where, "load": os.getloadavg()[0], "seconds": taken}
+        out.write_text(json.dumps(result, indent=1))
+
+
+def in_lab(spec: str, rest: list[str]) -> int:
+    """Run this file again on emulated hosts."""
+    from relaxmpi.lab import Lab
+    from relaxmpi.units import parse_duration, parse_rate
+
+    given = dict(part.split("=", 1) for part in spec.split(","))
+    with Lab(
+        hosts=int(given.get("hosts", 4)),
+        latency=parse_duration(given.get("latency", "0.1ms")),
+        bandwidth=parse_rate(given.get("bandwidth", "100Mbit")),
+    ) as lab:
+        return lab.run(["python", __file__, *rest], timeout=900)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--lab", help="such as hosts=4,latency=0.1ms,bandwidth=100Mbit")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="of each method, each round")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if given.lab:
+        rest = ["--rounds", str(given.rounds), "--steps", str(given.steps)]
+        return in_lab(given.lab, rest + (["--json", str(given.json)] if given.json else []))
+    comm = rx.Comm.world()
+    taken = measure(comm, given.rounds, given.steps)
+    if comm.rank == 0:
+        report(taken, comm.size, given.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
