@@ -249,13 +249,13 @@ def test_cuda(monkeypatch, driver, packages, check, status, expected):
 
 
 def test_unknown_settings(monkeypatch):
-    monkeypatch.setattr(checks_machine, "_known_settings", lambda: {"RELAXMPI_TIMEOUT"})
     monkeypatch.setenv("RELAXMPI_TIMEOUT", "5")
     assert "RELAXMPI_TIMEOUT=5" in checks_machine.check_settings().text
     monkeypatch.setenv("RELAXMPI_FOO", "1")
     found = checks_machine.check_settings()
-    assert (found.status, found.text) == ("bad", "unknown: RELAXMPI_FOO")
-    assert "known are RELAXMPI_TIMEOUT" in found.advice
+    assert found.status == "bad"
+    assert "RELAXMPI_FOO" in found.text
+    assert "RELAXMPI_TIMEOUT" in found.text
 
 
 def test_missing_packages(monkeypatch):
