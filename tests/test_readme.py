@@ -1,0 +1,49 @@
+"""The examples in the README run as they stand there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+LOOP = """
+import torch
+import relaxmpi as rx
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss_function = torch.nn.functional.cross_entropy
+loader = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)]
+"""
+
+
+def test_there_is_one_for_each_use():
+    assert len(BLOCKS) == 3
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_primitives(launch, n):
+    done = launch(BLOCKS[0] + "print('loss', loss, 'mean', x[0])", n)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"loss 0.25 mean {(n - 1) / 2}") == n
+
+
+def test_a_new_algorithm(launch):
+    body = """
+import numpy as np
+import relaxmpi as rx
+with rx.Comm.world() as comm:
+    target = np.arange(4.0)
+    x = np.zeros(4)
+    local_sgd(comm, x, [lambda x: x - target + comm.rank - 1] * 200, lr=0.1)
+    print("distance", np.abs(x - target).max() < 0.1)
+"""
+    done = launch(BLOCKS[1] + body, 3)
+    assert done.stdout.count("distance True") == 3, done.stderr
+
+
+def test_a_loop(launch):
+    pytest.importorskip("torch")
+    done = launch(LOOP + BLOCKS[2] + "print('steps', sync.stats().steps)", 2, timeout=60)
+    assert done.stdout.count("steps 3") == 2, done.stderr
