@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
@@ -32,7 +31,8 @@ __all__ = ["Comm", "open_comms"]
 
 T = TypeVar("T")
 
-open_comms: weakref.WeakSet[Comm] = weakref.WeakSet()
+# Every Comm that was not closed: at exit its peers are told.
+open_comms: set[Comm] = set()
 
 
 class Comm:

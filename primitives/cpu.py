@@ -139,6 +139,11 @@ class Cpu:
         """Divide in place."""
         data /= by
 
+    def span(self, data: Any) -> tuple[int, int]:
+        """Addresses of the first byte and of the byte after the last."""
+        begin: int = data.__array_interface__["data"][0]
+        return begin, begin + data.nbytes
+
     def enter(self) -> None:
         """Host memory needs no ordering."""
 

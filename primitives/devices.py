@@ -76,6 +76,9 @@ class Device(Protocol):
     def divide(self, data: Any, by: int) -> None:
         """Divide in place."""
 
+    def span(self, data: Any) -> tuple[int, int]:
+        """Addresses of the first byte of a 1-D array and of the byte after the last."""
+
     def enter(self) -> None:
         """Let moves that follow see what the caller has queued on this device."""
 

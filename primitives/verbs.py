@@ -9,18 +9,26 @@ rank that passed it, for a wrong argument.
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relaxmpi.primitives.arguments import (
+    Lossy,
+    apart,
+    call_of,
+    check_coded,
+    check_op,
+    claim,
+    like,
+    ordered,
+    wire_of,
+)
 from relaxmpi.primitives.calls import Call
-from relaxmpi.primitives.codecs import Codec, Key
 from relaxmpi.primitives.devices import Flat, device_of
-from relaxmpi.primitives.feedback import ErrorFeedback
 from relaxmpi.primitives.ops import SUM, Op
 from relaxmpi.primitives.primitive import Plan, Verb
-from relaxmpi.primitives.wire import Wire, chunks, wire_for
+from relaxmpi.primitives.wire import chunks
 from relaxmpi.primitives.work import Flow
 
 if TYPE_CHECKING:
@@ -28,10 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "reduce_scatter"]
 
-Lossy = Codec | ErrorFeedback
-_NO_KEY = Key()
 _NUMBERS = (int, float, complex, np.number)
-_CODED = ("float64", "float32", "float16", "bfloat16")
 
 
 @Verb
@@ -69,9 +74,9 @@ def allreduce(
     if isinstance(x, _NUMBERS):
         return _reduce_number(comm, x, out, op, codec, name)
     flat = device_of(x).flat(x, writable=out is None, strided=out is not None)
-    target = flat if out is None else _same(flat, out, "out")
-    _check_op(flat.dtype, op, codec)
-    call = _call("allreduce", flat, op.value, codec, name, step)
+    target = flat if out is None else _place(flat, out)
+    check_op(flat.dtype, op, codec)
+    call = call_of("allreduce", flat, op.value, codec, name, step)
     return _reduction(comm, call, flat, target, op, codec, name, step, x if out is None else out)
 
 
@@ -86,18 +91,18 @@ def _reduction(
     step: int | None,
     result: Any,
 ) -> Plan[Any]:
-    release = _claim(comm, codec, "allreduce", flat)
+    release = claim(comm, codec, "allreduce", flat)
 
     def flow() -> Flow[Any]:
         if comm.size == 1:
             if target is not flat:
                 flat.device.copy(target.data, flat.data)
         elif len(flat.data):
-            wire = _wire(comm, flat, codec, name, step)
+            wire = wire_of(comm, flat, codec, name, step)
             yield from comm.schedule.allreduce(flat.device, flat.data, target.data, op, wire)
         return result
 
-    return Plan(call, _ordered(comm, flat, flow()), release)
+    return Plan(call, ordered(comm, flat, flow()), release)
 
 
 def _reduce_number(
@@ -109,8 +114,8 @@ def _reduce_number(
         x = float(x)
     array = np.array([x], np.int64 if isinstance(x, int) else None)
     flat = device_of(array).flat(array)
-    _check_op(flat.dtype, op, None)
-    call = _call("allreduce of a number", flat, op.value, None, name, None)
+    check_op(flat.dtype, op, None)
+    call = call_of("allreduce of a number", flat, op.value, None, name, None)
     plan = _reduction(comm, call, flat, flat, op, None, name, None, array)
 
     def flow() -> Flow[Any]:
@@ -153,26 +158,27 @@ def reduce_scatter(
     """
     device = device_of(x)
     flat = device.flat(x, writable=False, strided=True)
-    _check_op(flat.dtype, op, codec)
+    check_op(flat.dtype, op, codec)
     bounds = chunks(len(flat.data), comm.size)
     lo, hi = bounds[comm.rank]
     result = device.like(x, (hi - lo,)) if out is None else out
-    target = _like(flat, result, (hi - lo,), "out")
-    call = _call("reduce_scatter", flat, op.value, codec, name, step)
-    release = _claim(comm, codec, "reduce_scatter", flat)
+    target = like(flat, result, (hi - lo,))
+    apart(device, flat.data, target.data, flat.data[lo:hi])
+    call = call_of("reduce_scatter", flat, op.value, codec, name, step)
+    release = claim(comm, codec, "reduce_scatter", flat)
 
     def flow() -> Flow[Any]:
         if comm.size == 1:
             device.copy(target.data, flat.data)
         elif len(flat.data):
-            wire = _wire(comm, flat, codec, name, step)
+            wire = wire_of(comm, flat, codec, name, step)
             total = yield from comm.schedule.reduce_scatter(
                 device, flat.data, target.data, op, wire, bounds
             )
             wire.deliver(total, target.data, op, comm.size)
         return result
 
-    return Plan(call, _ordered(comm, flat, flow()), release)
+    return Plan(call, ordered(comm, flat, flow()), release)
 
 
 @Verb
@@ -207,8 +213,7 @@ def allgather(
     flat = device.flat(x, writable=False, strided=True)
     n = comm.size
     result = device.like(x, (n, *flat.shape)) if out is None else out
-    target = device.flat(result)
-    _check_dtype(flat, target, "out")
+    target = like(flat, result, None)
     if out is None:
         count = len(flat.data)
         bounds = [(r * count, (r + 1) * count) for r in range(n)]
@@ -220,20 +225,21 @@ def allgather(
                 f"out has {len(target.data)} elements, of which rank {comm.rank} of {n} gives "
                 f"{hi - lo}, but x has {len(flat.data)}"
             )
-    _check_coded(flat.dtype, codec)
-    call = _call("allgather", target, None, codec, name, step)
-    release = _claim(comm, codec, "allgather", flat)
+    apart(device, target.data, flat.data, target.data[slice(*bounds[comm.rank])])
+    check_coded(flat.dtype, codec)
+    call = call_of("allgather", target, None, codec, name, step)
+    release = claim(comm, codec, "allgather", flat)
 
     def flow() -> Flow[Any]:
         places = [target.data[lo:hi] for lo, hi in bounds]
         if n == 1:
             device.copy(target.data, flat.data)
         elif len(target.data):
-            wire = _wire(comm, flat, codec, name, step)
+            wire = wire_of(comm, flat, codec, name, step)
             yield from comm.schedule.allgather(device, flat.data, places, wire)
         return result
 
-    return Plan(call, _ordered(comm, flat, flow()), release)
+    return Plan(call, ordered(comm, flat, flow()), release)
 
 
 @Verb
@@ -261,8 +267,8 @@ def broadcast(comm: Comm, x: Any, *, root: int = 0, name: str = "") -> Plan[Any]
             yield from comm.schedule.broadcast(flat.device, flat.data, root)
         return x
 
-    call = _call("broadcast", flat, f"from rank {root}", None, name, None)
-    return Plan(call, _ordered(comm, flat, flow()))
+    call = call_of("broadcast", flat, f"from rank {root}", None, name, None)
+    return Plan(call, ordered(comm, flat, flow()))
 
 
 @Verb
@@ -284,7 +290,7 @@ def alltoall(comm: Comm, x: Any, out: Any = None, *, name: str = "") -> Plan[Any
     flat = device_of(x).flat(x, writable=out is None, strided=out is not None)
     if not flat.shape or flat.shape[0] != comm.size:
         raise ValueError(f"x must have shape ({comm.size}, ...), a row a rank, not {flat.shape}")
-    target = flat if out is None else _same(flat, out, "out")
+    target = flat if out is None else _place(flat, out)
 
     def flow() -> Flow[Any]:
         if comm.size == 1 or not len(flat.data):
@@ -299,7 +305,7 @@ def alltoall(comm: Comm, x: Any, out: Any = None, *, name: str = "") -> Plan[Any
             flat.device.copy(flat.data, received)
         return x if out is None else out
 
-    return Plan(_call("alltoall", flat, None, None, name, None), _ordered(comm, flat, flow()))
+    return Plan(call_of("alltoall", flat, None, None, name, None), ordered(comm, flat, flow()))
 
 
 @Verb
@@ -318,76 +324,7 @@ def barrier(comm: Comm, *, name: str = "") -> Plan[None]:
     return Plan(Call(("barrier", name)), flow())
 
 
-def _call(
-    verb: str, flat: Flat, how: str | None, codec: Lossy | None, name: str, step: int | None
-) -> Call:
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a string, not {type(name).__name__}")
-    told = None if codec is None else f"codec {codec.describe()}"
-    when = None if step is None else f"step {step}"
-    return Call((verb, how, flat.dtype, str(flat.shape), told, name and f"name {name!r}", when))
-
-
-def _wire(comm: Comm, flat: Flat, codec: Lossy | None, name: str, step: int | None) -> Wire:
-    if codec is None:
-        return wire_for(flat, None, _NO_KEY, comm.scratch)
-    when = comm.next_step(name) if step is None else step
-    return wire_for(flat, codec, Key(name=name, step=when, rank=comm.rank), comm.scratch)
-
-
-def _claim(comm: Comm, codec: Lossy | None, verb: str, flat: Flat) -> Any:
-    _check_coded(flat.dtype, codec)
-    if not isinstance(codec, ErrorFeedback):
-        return None
-    return codec.claim(verb, f"{len(flat.data)} x {flat.dtype}", f"{comm.size} ranks")
-
-
-def _ordered(comm: Comm, flat: Flat, flow: Generator[Any, None, Any]) -> Flow[Any]:
-    comm.begin()
-    flat.device.enter()
-    result = yield from flow
-    flat.device.leave()
-    return result
-
-
-def _same(flat: Flat, other: Any, what: str) -> Flat:
-    return _like(flat, other, flat.shape, what)
-
-
-def _like(flat: Flat, other: Any, shape: tuple[int, ...], what: str) -> Flat:
-    view = device_of(other).flat(other)
-    if view.shape != shape:
-        raise ValueError(f"{what} must have shape {shape}, not {view.shape}")
-    _check_dtype(flat, view, what)
-    return view
-
-
-def _check_dtype(flat: Flat, other: Flat, what: str) -> None:
-    if other.dtype != flat.dtype:
-        raise TypeError(f"{what} must have dtype {flat.dtype} like x, not {other.dtype}")
-    if other.device is not flat.device:
-        raise TypeError(f"{what} must live on {flat.device.name} like x, not {other.device.name}")
-
-
-def _check_op(dtype: str, op: Op, codec: Lossy | None) -> None:
-    if not isinstance(op, Op):
-        raise TypeError(f"op must be SUM, MEAN, MAX or MIN of relaxmpi, not {op!r}")
-    if codec is not None and not op.additive:
-        raise TypeError(f"{op.name} has no codec: only SUM and MEAN of lossy numbers make sense")
-    if op is Op.MEAN and not dtype.startswith(("float", "bfloat", "complex")):
-        raise TypeError(f"the MEAN of {dtype} is not an integer: convert to a float dtype first")
-    if not op.additive and dtype.startswith("complex"):
-        raise TypeError(f"{op.name} has no meaning for {dtype}: complex numbers have no order")
-    if op is Op.SUM and dtype == "bool":
-        raise TypeError("the SUM of bool overflows: convert to an integer, or use MAX for any()")
-
-
-def _check_coded(dtype: str, codec: Lossy | None) -> None:
-    if codec is None:
-        return
-    if not isinstance(codec, (Codec, ErrorFeedback)):
-        raise TypeError(
-            f"codec must be a Codec such as Quantizer(bits=8), or an ErrorFeedback, not {codec!r}"
-        )
-    if dtype not in _CODED:
-        raise TypeError(f"codecs encode {', '.join(_CODED)}, not {dtype}")
+def _place(flat: Flat, out: Any) -> Flat:
+    """View `out`; `flat` itself where they are one buffer, and the verb works in place."""
+    target = like(flat, out, flat.shape)
+    return target if apart(flat.device, target.data, flat.data, target.data) else flat

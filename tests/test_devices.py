@@ -110,6 +110,9 @@ class Fake:
     def divide(self, data, by):
         self.host.divide(data.hidden, by)
 
+    def span(self, data):
+        return self.host.span(data.hidden)
+
     def enter(self):
         self.open = True
         self.orders.append("enter")

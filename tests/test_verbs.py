@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import relaxmpi as rx
 
@@ -171,6 +173,56 @@ def test_inputs_with_out_may_be_strided(comm):
     assert np.array_equal(out, x * comm.size)
     fortran = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     assert np.array_equal(rx.allreduce(comm, fortran, np.empty((2, 3))), fortran * comm.size)
+
+
+@RANKS
+@pytest.mark.parametrize("dtype", ["f4", "f2"])
+def test_out_may_be_the_input_and_nothing_between(comm, dtype):
+    n, d = comm.size, 1001
+    x = contribution(comm.rank, d, dtype)
+    expected = rx.allreduce(comm, x.copy())
+    y = x.copy()
+    assert rx.allreduce(comm, y, y) is y
+    assert np.array_equal(y, expected)
+    c = -(-d // n)
+    own = slice(min(comm.rank * c, d), min((comm.rank + 1) * c, d))
+    y = x.copy()
+    rx.reduce_scatter(comm, y, y[own])
+    assert np.array_equal(y[own], expected[own])
+    rx.allgather(comm, y[own], y)
+    assert np.array_equal(y, expected)
+    rows = np.full((n, 3), comm.rank, dtype)
+    rx.alltoall(comm, rows, rows)
+    assert np.array_equal(rows[:, 0], np.arange(n))
+    longer = np.zeros(d + 1, dtype)
+    with pytest.raises(ValueError, match="share memory"):
+        rx.allreduce(comm, longer[1:], longer[:-1])
+
+
+@RANKS
+def test_hypothesis_draws(comm):
+    """Random sizes, formats, operations and seeds: the sum of small integers is exact."""
+
+    @settings(max_examples=30)
+    @given(
+        d=st.integers(0, 2000),
+        dtype=st.sampled_from(DTYPES),
+        op=st.sampled_from([rx.SUM, rx.MAX, rx.MIN]),
+        seed=st.integers(0, 2**32),
+    )
+    def law(d, dtype, op, seed):
+        op = rx.SUM if dtype == "c8" else op
+        draws = [
+            np.random.default_rng([seed, r]).integers(0, 8, d).astype(dtype)
+            for r in range(comm.size)
+        ]
+        fold = {rx.SUM: np.add, rx.MAX: np.maximum, rx.MIN: np.minimum}[op]
+        expected = draws[0]
+        for other in draws[1:]:
+            expected = fold(expected, other)
+        assert np.array_equal(rx.allreduce(comm, draws[comm.rank], op=op), expected)
+
+    law()
 
 
 @RANKS
