@@ -7,7 +7,7 @@ rank decodes the same bytes, the owner too, so all end bit-identical.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.ops import Op
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
 
 __all__ = ["FlatSchedule"]
+
+T = TypeVar("T")
 
 
 class FlatSchedule:
@@ -37,10 +39,22 @@ class FlatSchedule:
             if target is not out:
                 device.copy(out, target)
             return
-        bounds = chunks(len(x), self._comm.size)
-        place = out[slice(*bounds[self._comm.rank])]
-        total = yield from self.reduce_scatter(device, x, place, op, wire, bounds)
-        yield from self.gather(device, total, place, out, op, wire, bounds)
+        # Plain numbers of a long buffer go in pieces: while one is gathered the next is reduced,
+        # and the link is never idle. Cuts do not change sums, but they would change codes.
+        pieces = transport.pieces(x) if isinstance(wire, Plain) else 1
+        cuts = [slice(*bounds) for bounds in chunks(len(x), pieces)]
+        layouts = [chunks(cut.stop - cut.start, self._comm.size) for cut in cuts]
+        places = [out[c][slice(*b[self._comm.rank])] for c, b in zip(cuts, layouts, strict=True)]
+        reducing = [
+            _posted(self.reduce_scatter(device, x[cut], place, op, wire, layout))
+            for cut, place, layout in zip(cuts, places, layouts, strict=True)
+        ]
+        gathering = []
+        for cut, place, layout, reduce in zip(cuts, places, layouts, reducing, strict=True):
+            total = yield from reduce
+            gathering.append(_posted(self.gather(device, total, place, out[cut], op, wire, layout)))
+        for gather in gathering:
+            yield from gather
 
     def reduce_scatter(
         self, device: Device, x: Any, place: Any, op: Op, wire: Wire, bounds: list[tuple[int, int]]
@@ -145,3 +159,14 @@ class FlatSchedule:
 def _others(me: int, n: int) -> list[int]:
     """Every other rank, each rank beginning with its right-hand neighbour."""
     return [(me + k) % n for k in range(1, n)]
+
+
+def _posted(flow: Flow[T]) -> Flow[T]:
+    """Run a flow up to its first request now; the flow returned is the rest."""
+    first = next(flow)
+
+    def rest() -> Flow[T]:
+        yield first
+        return (yield from flow)
+
+    return rest()

@@ -55,5 +55,8 @@ class Transport(Protocol):
         agree, and a sum in another order differs in bits.
         """
 
+    def pieces(self, data: Any) -> int:
+        """In how many pieces a reduction of `data` should go, to keep the links busy."""
+
     def ireduce(self, data: Any, out: Any, op: Op) -> Request:
         """Start an all-reduce of `data` into `out` (another array); MEAN is left as the sum."""

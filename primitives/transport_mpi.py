@@ -18,6 +18,8 @@ _TAG = 1
 # Measured on 2 and 4 ranks of one host: from here on a scatter-reduce by messages beats
 # Iallreduce. A fixed number, because the two add in different orders and so differ in bits.
 _DIRECT = 256 * 1024
+_PIECE = 1024 * 1024
+_MOST_PIECES = 8
 _FLOATS = {"float32", "float64", "complex64", "complex128"}
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _MPI_OP = {Op.SUM: MPI.SUM, Op.MEAN: MPI.SUM, Op.MAX: MPI.MAX, Op.MIN: MPI.MIN}
@@ -94,6 +96,12 @@ class MpiTransport:
         if self._nodes > 1 or data.nbytes >= _DIRECT:
             return False
         return dtype in _INTEGERS or (op.additive and dtype in _FLOATS)
+
+    def pieces(self, data: Any) -> int:
+        """In how many pieces a reduction of `data` should go: several between nodes, if long."""
+        if self._nodes == 1:
+            return 1
+        return max(1, min(_MOST_PIECES, int(data.nbytes) // _PIECE))
 
     def ireduce(self, data: Any, out: Any, op: Op) -> Request:
         """Start an all-reduce; counted as the bytes that a bandwidth-optimal one sends."""
