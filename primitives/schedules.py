@@ -7,7 +7,7 @@ rank decodes the same bytes, the owner too, so all end bit-identical.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.ops import Op
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["FlatSchedule"]
 
 T = TypeVar("T")
+
+
+class _Piece(NamedTuple):
+    x: Any
+    out: Any
+    place: Any  # this rank's chunk of `out`
+    wire: Wire
+    bounds: list[tuple[int, int]]
 
 
 class FlatSchedule:
@@ -39,22 +47,25 @@ class FlatSchedule:
             if target is not out:
                 device.copy(out, target)
             return
-        # Plain numbers of a long buffer go in pieces: while one is gathered the next is reduced,
-        # and the link is never idle. Cuts do not change sums, but they would change codes.
-        pieces = transport.pieces(x) if isinstance(wire, Plain) else 1
-        cuts = [slice(*bounds) for bounds in chunks(len(x), pieces)]
-        layouts = [chunks(cut.stop - cut.start, self._comm.size) for cut in cuts]
-        places = [out[c][slice(*b[self._comm.rank])] for c, b in zip(cuts, layouts, strict=True)]
+        # A long buffer goes in pieces: while one is gathered the next is reduced, and the link is
+        # never idle.
+        cuts = chunks(len(x), wire.pieces(x, transport.pieces(x)))
+        pieces = [self._piece(x, out, wire, lo, hi) for lo, hi in cuts]
         reducing = [
-            _posted(self.reduce_scatter(device, x[cut], place, op, wire, layout))
-            for cut, place, layout in zip(cuts, places, layouts, strict=True)
+            _posted(self.reduce_scatter(device, p.x, p.place, op, p.wire, p.bounds)) for p in pieces
         ]
         gathering = []
-        for cut, place, layout, reduce in zip(cuts, places, layouts, reducing, strict=True):
+        for p, reduce in zip(pieces, reducing, strict=True):
             total = yield from reduce
-            gathering.append(_posted(self.gather(device, total, place, out[cut], op, wire, layout)))
+            gather = self.gather(device, total, p.place, p.out, op, p.wire, p.bounds)
+            gathering.append(_posted(gather))
         for gather in gathering:
             yield from gather
+
+    def _piece(self, x: Any, out: Any, wire: Wire, lo: int, hi: int) -> _Piece:
+        bounds = chunks(hi - lo, self._comm.size)
+        place = out[lo:hi][slice(*bounds[self._comm.rank])]
+        return _Piece(x[lo:hi], out[lo:hi], place, wire.at(lo), bounds)
 
     def reduce_scatter(
         self, device: Device, x: Any, place: Any, op: Op, wire: Wire, bounds: list[tuple[int, int]]

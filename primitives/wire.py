@@ -18,6 +18,10 @@ __all__ = ["Coded", "Plain", "Wire", "chunks", "wire_for"]
 # Memory of a device, count and format, that lasts until the running flow ends.
 Scratch = Callable[[Device, int, str], Any]
 
+# Pieces of this many encoded numbers are long enough for what a message costs.
+_PIECE = 2**19
+_MOST_PIECES = 8
+
 # Half precision is summed in single precision, or sums would overflow.
 _WORK = {"float16": "float32", "bfloat16": "float32"}
 
@@ -37,6 +41,12 @@ class Wire(Protocol):
     """Numbers to payloads and back, for one call."""
 
     work: str
+
+    def pieces(self, x: Any, busy: int) -> int:
+        """In how many pieces `x` should go, where `busy` of them would suit the transport."""
+
+    def at(self, lo: int) -> Wire:
+        """Return the wire for the piece of the buffer that begins at `lo`."""
 
     def inside(self, scratch: Scratch) -> Plain:
         """Return the wire for moves inside a node, in full precision."""
@@ -81,6 +91,14 @@ class Plain:
     def __init__(self, device: Device, dtype: str, scratch: Scratch) -> None:
         self._device, self.dtype, self._scratch = device, dtype, scratch
         self.work = _WORK.get(dtype, dtype)
+
+    def pieces(self, x: Any, busy: int) -> int:
+        """As many as suit the transport: cuts do not change sums."""
+        return busy
+
+    def at(self, lo: int) -> Plain:
+        """Itself."""
+        return self
 
     def inside(self, scratch: Scratch) -> Plain:
         """Return the same with other scratch."""
@@ -157,6 +175,17 @@ class Coded:
         self._memory, self._key, self._begin = memory, key, begin
         self._scratch = scratch
         self.work = "float64" if dtype == "float64" else "float32"
+
+    def pieces(self, x: Any, busy: int) -> int:
+        """Cuts change codes, so their number depends on nothing but the count of numbers."""
+        return max(1, min(_MOST_PIECES, len(x) // _PIECE))
+
+    def at(self, lo: int) -> Coded:
+        """The same, counted from `lo`."""
+        begin = self._begin + lo
+        return Coded(
+            self._device, self._dtype, self._codec, self._memory, self._key, self._scratch, begin
+        )
 
     def inside(self, scratch: Scratch) -> Plain:
         """Plain numbers of the caller's format."""

@@ -307,6 +307,33 @@ def test_reduce_scatter_and_allgather_quantise_once(comm, codec):
         assert np.array_equal(rows[r], roundtrip(codec, draws[r], rx.Key("", 5, r, 0), 0))
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("nodes", ["0", "1"])
+def test_long_buffers_go_in_pieces(comm, nodes, monkeypatch):
+    """The cuts depend on the count alone: each piece is what it would be by itself."""
+    monkeypatch.setenv("RELAXMPI_RANKS_PER_NODE", nodes)
+    d = 2**20 + 7
+    cut = -(-d // 2)
+    with rx.Comm.world() as stream:
+        x = draw(comm.rank, 0, d, "f4")
+        for codec in (rx.OneBit(), rx.MinMaxUInt8()):
+            memory = rx.ErrorFeedback(codec)
+            for _ in range(2):
+                whole = rx.allreduce(stream, x.copy(), op=rx.MEAN, codec=memory)
+            parts = []
+            for piece in (x[:cut], x[cut:]):
+                memory = rx.ErrorFeedback(codec)
+                for _ in range(2):
+                    part = rx.allreduce(comm, piece.copy(), op=rx.MEAN, codec=memory)
+                parts.append(part)
+            assert np.array_equal(whole, np.concatenate(parts))
+        a = rx.allreduce(stream, x.copy(), op=rx.MEAN, codec=rx.Quantizer(bits=4), step=1)
+        b = rx.allreduce(comm, x.copy(), op=rx.MEAN, codec=rx.Quantizer(bits=4), step=1)
+        assert np.array_equal(a, b)
+        plain = rx.allreduce(stream, x.astype("f8"))
+        assert np.allclose(plain, rx.allreduce(comm, x.astype("f8")))
+
+
 def test_wraps_codecs_only():
     with pytest.raises(TypeError, match="wraps a Codec"):
         rx.ErrorFeedback(rx.OneBit)
