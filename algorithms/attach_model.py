@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import astuple
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -20,9 +21,10 @@ from relaxmpi.primitives import (
     buckets_of,
     primitive,
 )
+from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.work import Flow
 
-__all__ = ["Watch", "attaching", "broadcast_state", "private"]
+__all__ = ["Watch", "attaching", "broadcast_state", "moved", "private"]
 
 
 class _Place(NamedTuple):
@@ -147,6 +149,13 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor
 def private(comm: Comm) -> Comm:
     """Return a duplicate, so that hooks and the user's own calls cannot get into one order."""
     return comm.by_node() if isinstance(comm, Hierarchy) else comm.dup()
+
+
+def moved(comm: Comm) -> Stats:
+    """Return what this rank has sent so far; a Hierarchy sends inside and between nodes."""
+    parts = [comm.local, comm.cross] if isinstance(comm, Hierarchy) else []
+    stats = [comm.stats, *(part.stats for part in parts if part is not None)]
+    return Stats(*map(sum, zip(*map(astuple, stats), strict=True)))
 
 
 def broadcast_state(

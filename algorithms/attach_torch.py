@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from relaxmpi.algorithms.attach_bucket import Part, Slot
-from relaxmpi.algorithms.attach_model import Watch, attaching, broadcast_state, private
+from relaxmpi.algorithms.attach_model import Watch, attaching, broadcast_state, moved, private
 from relaxmpi.algorithms.base import Algorithm, Bound
 from relaxmpi.primitives import Comm, RelaxError, buckets_of
 
@@ -143,7 +142,7 @@ class Sync:
         self._slots = [slot for part in self._parts for slot in part.slots]
         self._started = 0
         self.paused = False
-        self._steps, self._begin = 0, replace(comm.stats)
+        self._steps, self._begin = 0, moved(comm)
         self._hooks: list[Any] = [optimizer.register_step_pre_hook(self._before_step)]
         for slot in self._slots:
             add: Any = slot.param.register_post_accumulate_grad_hook  # untyped in torch
@@ -214,7 +213,7 @@ class Sync:
 
     def stats(self) -> SyncStats:
         """Return what synchronisation cost since `attach`, on average a step."""
-        now, begin, steps = self.comm.stats, self._begin, max(self._steps, 1)
+        now, begin, steps = moved(self.comm), self._begin, max(self._steps, 1)
         return SyncStats(
             self._steps,
             (now.payload_bytes - begin.payload_bytes) / steps,

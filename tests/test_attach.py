@@ -595,8 +595,12 @@ def test_between_nodes_only_the_codec_travels(comm, digits, monkeypatch):
     monkeypatch.setenv("RELAXMPI_RANKS_PER_NODE", "2")
     with rx.Comm.wrap(comm.mpi) as inner, inner.by_node() as nodes:
         model, alone = perceptron(), perceptron()
-        fit(nodes, model, sgd_of(model), rx.QSGD(bits=8), digits, 3)
+        stats = fit(nodes, model, sgd_of(model), rx.QSGD(bits=8), digits, 3)
         assert_same_model(comm, model)
+        # Inside a node: half of the numbers to the neighbour and back; between nodes: half of
+        # them, in halves, twice, in 8 bit and a scale.
+        count = numbers(model).numel()
+        assert stats.payload_bytes == pytest.approx(4 * count + count / 2 * 1.02, rel=0.02)
         fit(comm, alone, sgd_of(alone), rx.SGD(), digits, 3)
         np.testing.assert_allclose(numbers(model), numbers(alone), rtol=0, atol=5e-3)
 
