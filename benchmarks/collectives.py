@@ -2,7 +2,7 @@
 
     mpirun -n 4 python benchmarks/collectives.py
     relaxmpi lab --hosts 4 --latency 0.1ms --bandwidth 200Mbit -- \
-        python benchmarks/collectives.py --sizes 4MiB --codecs --gloo --repeats 3 --rounds 3
+        python benchmarks/collectives.py --sizes 4MiB --codecs --gloo --rounds 5
 
 Every case reduces float32. "in place" cases begin and end in one buffer: for MPI that is IN_PLACE,
 or a second buffer and a copy; "out" cases leave the input alone.
@@ -86,19 +86,19 @@ def gloo_cases(comm: rx.Comm, x: np.ndarray) -> Cases:
 
 
 def measure(
-    comm: rx.Comm, cases: Cases, x: np.ndarray, rounds: int, repeats: int
+    comm: rx.Comm, cases: Cases, x: np.ndarray, rounds: int, calls: int
 ) -> dict[str, float]:
-    """Median seconds of each case; a repeat takes as long as its slowest rank."""
+    """Median seconds a call; a batch of calls takes as long as it does on its slowest rank."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, case in cases.items():
             x[:] = 0
             case()
-            for _ in range(repeats):
-                comm.mpi.Barrier()
-                begin = time.perf_counter()
+            comm.mpi.Barrier()
+            begin = time.perf_counter()
+            for _ in range(calls):
                 case()
-                times[name].append(time.perf_counter() - begin)
+            times[name].append((time.perf_counter() - begin) / calls)
     slowest = {name: rx.allreduce(comm, np.array(t), op=rx.MAX) for name, t in times.items()}
     return {name: float(np.median(t)) for name, t in slowest.items()}
 
@@ -123,8 +123,8 @@ def show(nbytes: int, seconds: dict[str, float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="4KiB,32KiB,256KiB,1MiB,4MiB,32MiB")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--calls", type=int, default=0, help="calls a round; 0: by size, 2 to 50")
     parser.add_argument("--codecs", action="store_true", help="also with codecs")
     parser.add_argument("--gloo", action="store_true", help="also torch.distributed with gloo")
     parser.add_argument("--json", type=Path, help="write the seconds to this file")
@@ -139,7 +139,8 @@ def main() -> None:
                 cases |= coded_cases(comm, x)
             if args.gloo:
                 cases |= gloo_cases(comm, x)
-            seconds = measure(comm, cases, x, args.rounds, args.repeats)
+            calls = args.calls or max(2, min(50, 2**24 // nbytes))
+            seconds = measure(comm, cases, x, args.rounds, calls)
             results[str(nbytes)] = seconds
             if comm.rank == 0:
                 show(nbytes, seconds)
