@@ -24,7 +24,7 @@ from relaxmpi.primitives import (
 from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.work import Flow
 
-__all__ = ["Watch", "attaching", "broadcast_state", "moved", "private"]
+__all__ = ["Watch", "attaching", "broadcast_state", "moved"]
 
 
 class _Place(NamedTuple):
@@ -144,11 +144,6 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor
             for key, value in sorted(optimizer.state.get(p, {}).items()):
                 if isinstance(value, torch.Tensor):
                     yield f"{key} of parameter {i} in group {g}", value
-
-
-def private(comm: Comm) -> Comm:
-    """Return a duplicate, so that hooks and the user's own calls cannot get into one order."""
-    return comm.by_node() if isinstance(comm, Hierarchy) else comm.dup()
 
 
 def moved(comm: Comm) -> Stats:

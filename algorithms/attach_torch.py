@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from relaxmpi.algorithms.attach_bucket import Part, Slot
-from relaxmpi.algorithms.attach_model import Watch, attaching, broadcast_state, moved, private
+from relaxmpi.algorithms.attach_model import Watch, attaching, broadcast_state, moved
 from relaxmpi.algorithms.base import Algorithm, Bound
 from relaxmpi.primitives import Comm, RelaxError, buckets_of
 
@@ -104,7 +104,7 @@ def attach(
         1
     """
     attaching(comm, model, optimizer, algorithm, bucket_bytes, first_bucket_bytes)
-    own = private(comm)
+    own = comm.dup()  # so that hooks and the caller's own calls cannot get into one order
     broadcast_state(own, model, optimizer, bucket_bytes)
     return Sync(model, optimizer, algorithm, own, bucket_bytes, first_bucket_bytes)
 

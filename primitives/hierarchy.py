@@ -27,7 +27,8 @@ class Hierarchy(Comm):
     Attributes:
         local: The ranks of this node; on the same stream.
         cross: The ranks of the same number on their node, one a node; None on a rank whose
-            number the smallest node does not have.
+            number the smallest node does not have. What they move is counted in their own
+            `stats`.
 
     Example:
         >>> import numpy as np, relaxmpi as rx
@@ -53,6 +54,10 @@ class Hierarchy(Comm):
     def schedule(self) -> FlatSchedule:
         """The moves that make up a verb on this Hierarchy."""
         return _ByNode(self)
+
+    def dup(self) -> Hierarchy:
+        """Return a Hierarchy of the same ranks with a stream of its own."""
+        return Hierarchy(self)
 
     def begin(self) -> None:
         """Let the flow that starts now take the scratch of the one that has ended."""

@@ -89,6 +89,9 @@ def test_broadcast(comm, nodes):
 def test_other_verbs_run_flat(comm, nodes):
     assert np.array_equal(rx.allgather(nodes, np.array([comm.rank]))[:, 0], np.arange(comm.size))
     assert rx.allreduce(nodes, 1) == comm.size
+    with nodes.dup() as twin:
+        assert isinstance(twin, rx.Hierarchy)
+        assert rx.allreduce(twin, np.ones(5), codec=rx.Identity())[0] == comm.size
     rx.barrier(nodes)
     assert len(rx.reduce_scatter(nodes, np.ones(comm.size))) == 1
 
