@@ -35,6 +35,7 @@ def _levels_stochastic(
 ) -> None:
     # In fixed point with 24 binary places, where floor(a + uniform) is exact: in floating point
     # a + uniform may round up to the next integer, and an a on the grid would leave it.
+    # Cast at each step to 32 bits, or the sums of numba take 64, and vectors hold half as many.
     top = np.uint32(s)
     most = np.uint32(s << 24)
     fixed = inverse * u.dtype.type(2.0**24)
@@ -43,7 +44,7 @@ def _levels_stochastic(
         level = np.uint32(
             np.uint32(min(a, most) + np.uint32(words[i] >> np.uint32(8))) >> np.uint32(24)
         )
-        codes[i] = np.uint8(np.uint32(top - level if u[i] < 0 else top + level))
+        codes[i] = np.uint8(np.uint32(top - level) if u[i] < 0 else np.uint32(top + level))
 
 
 @inlined
