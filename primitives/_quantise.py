@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxmpi.primitives._bits import pack_bucket, unpack_bucket
+from relaxmpi.primitives._bits import pack_bucket, split_payload, unpack_bucket
 from relaxmpi.primitives._draw import fill_elements
 from relaxmpi.primitives._jit import inlined, jit
 from relaxmpi.primitives._reduce import LANES, Lanes, largest, norm
@@ -78,11 +78,7 @@ def _quantise_bucket(
         lifted = scale[0] * lift
         inverse = number(s) / lifted
         if lifted * inverse < number(s):  # rounded down: the largest element would lose a level
-            inverse = (
-                inverse * number(1 + 2.0**-23)
-                if u.itemsize == 4
-                else inverse * number(1 + 2.0**-52)
-            )
+            inverse = inverse * number(1 + (2.0**-23 if u.itemsize == 4 else 2.0**-52))
         if random:
             _levels_stochastic(u, lift, inverse, s, words, codes)
         else:
@@ -213,14 +209,6 @@ def _dequantise(
                 ob[i] += q[i]
         else:
             _values(codes[:n], scales[b], bits, ob)
-
-
-def split_payload(
-    payload: Codes, count: int, dtype: np.dtype[Any], bits: int, bucket: int
-) -> tuple[Codes, Codes]:
-    """The bytes of the scales and those of the packed codes."""
-    head = dtype.itemsize * -(-count // bucket)
-    return payload[:head], payload[head : head + (bits * count + 7) // 8]
 
 
 def quantise(
