@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxmpi.primitives._bits import pack_bucket, split_payload, unpack_bucket
-from relaxmpi.primitives._draw import fill_elements
+from relaxmpi.primitives._draw import Pairs, Words, fill_elements, pairs_for
 from relaxmpi.primitives._jit import inlined, jit
 from relaxmpi.primitives._reduce import LANES, Lanes, largest, norm
 from relaxmpi.primitives.philox import Stream
 
 Floats = NDArray[Any]
 Codes = NDArray[np.uint8]
-Words = NDArray[np.uint32]
 
 
 @inlined
@@ -112,7 +111,7 @@ def _quantise(
     lane: int,
     offset: int,
     codes: Codes,
-    words: Words,
+    pairs: Pairs,
     lanes: Lanes,
 ) -> None:
     skip = 0
@@ -120,7 +119,7 @@ def _quantise(
         lo = b * bucket
         hi = min(lo + bucket, x.size)
         if random:
-            skip = fill_elements(words, offset + lo, hi - lo, seed, name, step, lane)
+            skip = fill_elements(pairs, offset + lo, hi - lo, seed, name, step, lane)
         _quantise_bucket(
             x[lo:hi],
             scales[b : b + 1],
@@ -129,7 +128,7 @@ def _quantise(
             bits,
             l2,
             random,
-            words[skip:],
+            pairs.view(np.uint32)[skip:],
             lanes,
         )
 
@@ -150,7 +149,7 @@ def _quantise_feedback(
     lane: int,
     offset: int,
     codes: Codes,
-    words: Words,
+    pairs: Pairs,
     lanes: Lanes,
     sums: Floats,
     decoded: Floats,
@@ -166,7 +165,7 @@ def _quantise_feedback(
         for i in range(n):
             u[i] = xb[i] + rb[i]
         if random:
-            skip = fill_elements(words, offset + lo, n, seed, name, step, lane)
+            skip = fill_elements(pairs, offset + lo, n, seed, name, step, lane)
         _quantise_bucket(
             u,
             scales[b : b + 1],
@@ -175,7 +174,7 @@ def _quantise_feedback(
             bits,
             l2,
             random,
-            words[skip:],
+            pairs.view(np.uint32)[skip:],
             lanes,
         )
         if np.isfinite(scales[b]):
@@ -224,7 +223,7 @@ def quantise(
     """Quantise x; round to nearest, or at random with the numbers of `stream`."""
     head, packed = split_payload(payload, x.size, x.dtype, bits, bucket)
     scales = np.empty(-(-x.size // bucket), x.dtype)  # aligned, which a payload need not be
-    codes, words, lanes = _scratch(min(bucket, x.size))
+    codes, pairs, lanes = _scratch(min(bucket, x.size))
     _quantise(
         x,
         scales,
@@ -236,7 +235,7 @@ def quantise(
         *(stream or _NO_STREAM),
         offset,
         codes,
-        words,
+        pairs,
         lanes,
     )
     head[:] = scales.view(np.uint8)
@@ -259,7 +258,7 @@ def quantise_feedback(
     """
     head, packed = split_payload(payload, x.size, x.dtype, bits, bucket)
     scales = np.empty(-(-x.size // bucket), x.dtype)
-    codes, words, lanes = _scratch(min(bucket, x.size))
+    codes, pairs, lanes = _scratch(min(bucket, x.size))
     sums, decoded = np.empty((2, codes.size), x.dtype)
     _quantise_feedback(
         x,
@@ -273,7 +272,7 @@ def quantise_feedback(
         *(stream or _NO_STREAM),
         offset,
         codes,
-        words,
+        pairs,
         lanes,
         sums,
         decoded,
@@ -294,5 +293,5 @@ def dequantise(payload: Codes, out: Floats, *, bits: int, bucket: int, add: bool
 _NO_STREAM = Stream(0, 0, 0, 0)
 
 
-def _scratch(size: int) -> tuple[Codes, Words, Lanes]:
-    return np.empty(size, np.uint8), np.empty(size + 8, np.uint32), np.empty(LANES)
+def _scratch(size: int) -> tuple[Codes, Pairs, Lanes]:
+    return np.empty(size, np.uint8), pairs_for(size), np.empty(LANES)
