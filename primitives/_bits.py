@@ -146,6 +146,14 @@ def _unpack(packed: Codes, bits: int, bucket: int, codes: Codes) -> None:
         unpack_bucket(packed[lo * bits // 8 : (hi * bits + 7) // 8], bits, codes[lo:hi])
 
 
+def split_payload(
+    payload: Codes, count: int, dtype: np.dtype[Any], bits: int, bucket: int
+) -> tuple[Codes, Codes]:
+    """The bytes of the scales and those of the packed codes."""
+    head = dtype.itemsize * -(-count // bucket)
+    return payload[:head], payload[head : head + (bits * count + 7) // 8]
+
+
 def pack(codes: Codes, out: Codes, *, bits: int, bucket: int) -> None:
     """Pack codes below 2**bits into `out` of ceil(bits * codes.size / 8) bytes."""
     _pack(codes, bits, bucket, out)

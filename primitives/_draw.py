@@ -7,62 +7,84 @@ from relaxmpi.primitives._jit import inlined, jit
 from relaxmpi.primitives.philox import Stream
 
 Words = NDArray[np.uint32]
-# Four words of the counter and two of the key, in 64-bit registers: one multiplication of
-# vectors then gives the upper and the lower half of a product.
-State = tuple[np.uint64, np.uint64, np.uint64, np.uint64, np.uint64, np.uint64]
+# Two words each, the first one in the lower half: in little-endian memory, words in order.
+Pairs = NDArray[np.uint64]
+# The words of a counter, in 64-bit registers: one multiplication of vectors then gives the upper
+# and the lower half of a product. Only the lower halves of the words count.
+Counter = tuple[np.uint64, np.uint64, np.uint64, np.uint64]
+Counters = tuple[Counter, Counter, Counter, Counter]
+
+# Counters of a block: 8 fill a vector, and the rounds of 4 vectors hide each other's latency.
+GROUPS = 32
+ELEMENTS = 4 * GROUPS
 
 
 @inlined
-def _round(
-    c0: np.uint64, c1: np.uint64, c2: np.uint64, c3: np.uint64, k0: np.uint64, k1: np.uint64
-) -> State:
-    low = np.uint64(0xFFFFFFFF)
+def _round(c: Counter, k0: np.uint64, k1: np.uint64) -> Counter:
+    low = np.uint64(0xFFFFFFFF)  # a mask that costs nothing: the multiplication ignores the rest
     half = np.uint64(32)
-    # Only the lower halves of the words count; the multiplication drops the upper ones for free.
-    a = (c0 & low) * np.uint64(0xD2511F53)
-    b = (c2 & low) * np.uint64(0xCD9E8D57)
+    a = (c[0] & low) * np.uint64(0xD2511F53)
+    b = (c[2] & low) * np.uint64(0xCD9E8D57)
+    return (b >> half) ^ c[1] ^ k0, b, (a >> half) ^ c[3] ^ k1, a
+
+
+@inlined
+def _rounds(c: Counters, k0: np.uint64, k1: np.uint64, r: int) -> Counters:
+    """Round r of four counters at a time."""
+    k0 += np.uint64(r) * np.uint64(0x9E3779B9)
+    k1 += np.uint64(r) * np.uint64(0xBB67AE85)
     return (
-        (b >> half) ^ c1 ^ k0,
-        b,
-        (a >> half) ^ c3 ^ k1,
-        a,
-        k0 + np.uint64(0x9E3779B9),
-        k1 + np.uint64(0xBB67AE85),
+        _round(c[0], k0, k1),
+        _round(c[1], k0, k1),
+        _round(c[2], k0, k1),
+        _round(c[3], k0, k1),
     )
 
 
 @inlined
-def _fill_groups(
-    words: Words, first: int, groups: int, seed: int, name: int, step: int, lane: int
-) -> None:
-    for g in range(groups):
-        index = np.uint64(first + g)
-        c0 = index
-        c1 = index >> np.uint64(32)
-        c2 = np.uint64(step)
-        c3 = np.uint64(lane)
-        k0 = np.uint64(seed)
-        k1 = np.uint64(name)
-        # Written out, because a loop here keeps the loop over groups from being vectorised.
-        c0, c1, c2, c3, k0, k1 = _round(c0, c1, c2, c3, k0, k1)
-        c0, c1, c2, c3, k0, k1 = _round(c0, c1, c2, c3, k0, k1)
-        c0, c1, c2, c3, k0, k1 = _round(c0, c1, c2, c3, k0, k1)
-        c0, c1, c2, c3, k0, k1 = _round(c0, c1, c2, c3, k0, k1)
-        c0, c1, c2, c3, k0, k1 = _round(c0, c1, c2, c3, k0, k1)
-        c0, c1, c2, c3, k0, k1 = _round(c0, c1, c2, c3, k0, k1)
-        c0, c1, c2, c3, k0, k1 = _round(c0, c1, c2, c3, k0, k1)
-        c0, c1, c2, c3, k0, k1 = _round(c0, c1, c2, c3, k0, k1)
-        c0, c1, c2, c3, k0, k1 = _round(c0, c1, c2, c3, k0, k1)
-        c0, c1, c2, c3, k0, k1 = _round(c0, c1, c2, c3, k0, k1)
-        words[4 * g] = np.uint32(c0)
-        words[4 * g + 1] = np.uint32(c1)
-        words[4 * g + 2] = np.uint32(c2)
-        words[4 * g + 3] = np.uint32(c3)
+def _store(c: Counter, pairs: Pairs, group: int) -> None:
+    low = np.uint64(0xFFFFFFFF)
+    half = np.uint64(32)
+    pairs[2 * group] = (c[0] & low) | (c[1] << half)
+    pairs[2 * group + 1] = (c[2] & low) | (c[3] << half)
+
+
+@inlined
+def _fill_block(pairs: Pairs, first: int, seed: int, name: int, step: int, lane: int) -> None:
+    """Draw for the counters first, ..., first + GROUPS - 1; first is a multiple of GROUPS."""
+    c0 = np.uint64(first) & np.uint64(0xFFFFFFFF)
+    c1 = np.uint64(first) >> np.uint64(32)  # the same in the whole block
+    c2 = np.uint64(step)
+    c3 = np.uint64(lane)
+    k0 = np.uint64(seed)
+    k1 = np.uint64(name)
+    for j in range(8):
+        c = (
+            (c0 + np.uint64(j), c1, c2, c3),
+            (c0 + np.uint64(j + 8), c1, c2, c3),
+            (c0 + np.uint64(j + 16), c1, c2, c3),
+            (c0 + np.uint64(j + 24), c1, c2, c3),
+        )
+        # Written out, because a loop here keeps the loop over j from becoming vectors.
+        c = _rounds(c, k0, k1, 0)
+        c = _rounds(c, k0, k1, 1)
+        c = _rounds(c, k0, k1, 2)
+        c = _rounds(c, k0, k1, 3)
+        c = _rounds(c, k0, k1, 4)
+        c = _rounds(c, k0, k1, 5)
+        c = _rounds(c, k0, k1, 6)
+        c = _rounds(c, k0, k1, 7)
+        c = _rounds(c, k0, k1, 8)
+        c = _rounds(c, k0, k1, 9)
+        _store(c[0], pairs, j)
+        _store(c[1], pairs, j + 8)
+        _store(c[2], pairs, j + 16)
+        _store(c[3], pairs, j + 24)
 
 
 @inlined
 def fill_elements(
-    words: Words,
+    pairs: Pairs,
     start: int,
     count: int,
     seed: int,
@@ -70,27 +92,42 @@ def fill_elements(
     step: int,
     lane: int,
 ) -> int:
-    """Draw for the elements start, ..., start + count - 1, and return where in `words` they begin.
+    """Draw for the elements start, ..., start + count - 1, and return where their words begin.
 
-    `words` has room for count + 8, because counters come in groups of four elements.
+    `pairs` is as long as `pairs_for(count)`, because whole blocks are drawn.
     """
-    skip = start % 4
-    _fill_groups(words, start // 4, (skip + count + 3) // 4, seed, name, step, lane)
+    skip = start % ELEMENTS
+    first = (start - skip) // 4
+    for b in range((skip + count + ELEMENTS - 1) // ELEMENTS):
+        _fill_block(
+            pairs[2 * GROUPS * b : 2 * GROUPS * (b + 1)],
+            first + GROUPS * b,
+            seed,
+            name,
+            step,
+            lane,
+        )
     return skip
+
+
+def pairs_for(count: int) -> Pairs:
+    """Scratch for the words of `count` elements."""
+    return np.empty(count // 2 + ELEMENTS, np.uint64)
 
 
 @jit
 def _random_words(
-    out: Words, scratch: Words, offset: int, seed: int, name: int, step: int, lane: int
+    out: Words, pairs: Pairs, block: int, offset: int, seed: int, name: int, step: int, lane: int
 ) -> None:
-    block = scratch.size - 8
     for lo in range(0, out.size, block):
         part = out[lo : min(lo + block, out.size)]
-        skip = fill_elements(scratch, offset + lo, part.size, seed, name, step, lane)
+        skip = fill_elements(pairs, offset + lo, part.size, seed, name, step, lane)
+        words = pairs.view(np.uint32)[skip:]
         for i in range(part.size):
-            part[i] = scratch[skip + i]
+            part[i] = words[i]
 
 
 def random_words(out: Words, stream: Stream, offset: int) -> None:
     """Fill `out` with the words of elements offset, offset + 1, ... of the stream."""
-    _random_words(out, np.empty(1032, np.uint32), offset, *stream)
+    block = 8 * ELEMENTS
+    _random_words(out, pairs_for(block), block, offset, *stream)

@@ -35,8 +35,12 @@ LOCK_PATIENCE = 60.0
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a helper into the kernels that call it; it has no cache entry of its own."""
-    compiled: Callable[P, R] = numba.njit(**_OPTIONS)(function)
+    """Compile a helper into the kernels that call it; it has no cache entry of its own.
+
+    Forced, because LLVM leaves large helpers as functions, which then set up their constants and
+    test their arguments in every bucket: up to a quarter of the time of a kernel.
+    """
+    compiled: Callable[P, R] = numba.njit(**_OPTIONS, forceinline=True)(function)
     return compiled
 
 

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxmpi.primitives._bits import pack_bucket, unpack_bucket
-from relaxmpi.primitives._draw import fill_elements
+from relaxmpi.primitives._bits import pack_bucket, split_payload, unpack_bucket
+from relaxmpi.primitives._draw import Pairs, Words, fill_elements, pairs_for
 from relaxmpi.primitives._jit import inlined, jit
 from relaxmpi.primitives._reduce import LANES, Lanes, largest, norm
 from relaxmpi.primitives.philox import Stream
 
 Floats = NDArray[Any]
 Codes = NDArray[np.uint8]
-Words = NDArray[np.uint32]
 
 
 @inlined
@@ -35,6 +34,7 @@ def _levels_stochastic(
 ) -> None:
     # In fixed point with 24 binary places, where floor(a + uniform) is exact: in floating point
     # a + uniform may round up to the next integer, and an a on the grid would leave it.
+    # Cast at each step to 32 bits, or the sums of numba take 64, and vectors hold half as many.
     top = np.uint32(s)
     most = np.uint32(s << 24)
     fixed = inverse * u.dtype.type(2.0**24)
@@ -43,7 +43,7 @@ def _levels_stochastic(
         level = np.uint32(
             np.uint32(min(a, most) + np.uint32(words[i] >> np.uint32(8))) >> np.uint32(24)
         )
-        codes[i] = np.uint8(np.uint32(top - level if u[i] < 0 else top + level))
+        codes[i] = np.uint8(np.uint32(top - level) if u[i] < 0 else np.uint32(top + level))
 
 
 @inlined
@@ -77,11 +77,7 @@ def _quantise_bucket(
         lifted = scale[0] * lift
         inverse = number(s) / lifted
         if lifted * inverse < number(s):  # rounded down: the largest element would lose a level
-            inverse = (
-                inverse * number(1 + 2.0**-23)
-                if u.itemsize == 4
-                else inverse * number(1 + 2.0**-52)
-            )
+            inverse = inverse * number(1 + (2.0**-23 if u.itemsize == 4 else 2.0**-52))
         if random:
             _levels_stochastic(u, lift, inverse, s, words, codes)
         else:
@@ -115,7 +111,7 @@ def _quantise(
     lane: int,
     offset: int,
     codes: Codes,
-    words: Words,
+    pairs: Pairs,
     lanes: Lanes,
 ) -> None:
     skip = 0
@@ -123,7 +119,7 @@ def _quantise(
         lo = b * bucket
         hi = min(lo + bucket, x.size)
         if random:
-            skip = fill_elements(words, offset + lo, hi - lo, seed, name, step, lane)
+            skip = fill_elements(pairs, offset + lo, hi - lo, seed, name, step, lane)
         _quantise_bucket(
             x[lo:hi],
             scales[b : b + 1],
@@ -132,7 +128,7 @@ def _quantise(
             bits,
             l2,
             random,
-            words[skip:],
+            pairs.view(np.uint32)[skip:],
             lanes,
         )
 
@@ -153,7 +149,7 @@ def _quantise_feedback(
     lane: int,
     offset: int,
     codes: Codes,
-    words: Words,
+    pairs: Pairs,
     lanes: Lanes,
     sums: Floats,
     decoded: Floats,
@@ -169,7 +165,7 @@ def _quantise_feedback(
         for i in range(n):
             u[i] = xb[i] + rb[i]
         if random:
-            skip = fill_elements(words, offset + lo, n, seed, name, step, lane)
+            skip = fill_elements(pairs, offset + lo, n, seed, name, step, lane)
         _quantise_bucket(
             u,
             scales[b : b + 1],
@@ -178,7 +174,7 @@ def _quantise_feedback(
             bits,
             l2,
             random,
-            words[skip:],
+            pairs.view(np.uint32)[skip:],
             lanes,
         )
         if np.isfinite(scales[b]):
@@ -214,14 +210,6 @@ def _dequantise(
             _values(codes[:n], scales[b], bits, ob)
 
 
-def split_payload(
-    payload: Codes, count: int, dtype: np.dtype[Any], bits: int, bucket: int
-) -> tuple[Codes, Codes]:
-    """The bytes of the scales and those of the packed codes."""
-    head = dtype.itemsize * -(-count // bucket)
-    return payload[:head], payload[head : head + (bits * count + 7) // 8]
-
-
 def quantise(
     x: Floats,
     payload: Codes,
@@ -235,7 +223,7 @@ def quantise(
     """Quantise x; round to nearest, or at random with the numbers of `stream`."""
     head, packed = split_payload(payload, x.size, x.dtype, bits, bucket)
     scales = np.empty(-(-x.size // bucket), x.dtype)  # aligned, which a payload need not be
-    codes, words, lanes = _scratch(min(bucket, x.size))
+    codes, pairs, lanes = _scratch(min(bucket, x.size))
     _quantise(
         x,
         scales,
@@ -247,7 +235,7 @@ def quantise(
         *(stream or _NO_STREAM),
         offset,
         codes,
-        words,
+        pairs,
         lanes,
     )
     head[:] = scales.view(np.uint8)
@@ -270,7 +258,7 @@ def quantise_feedback(
     """
     head, packed = split_payload(payload, x.size, x.dtype, bits, bucket)
     scales = np.empty(-(-x.size // bucket), x.dtype)
-    codes, words, lanes = _scratch(min(bucket, x.size))
+    codes, pairs, lanes = _scratch(min(bucket, x.size))
     sums, decoded = np.empty((2, codes.size), x.dtype)
     _quantise_feedback(
         x,
@@ -284,7 +272,7 @@ def quantise_feedback(
         *(stream or _NO_STREAM),
         offset,
         codes,
-        words,
+        pairs,
         lanes,
         sums,
         decoded,
@@ -305,5 +293,5 @@ def dequantise(payload: Codes, out: Floats, *, bits: int, bucket: int, add: bool
 _NO_STREAM = Stream(0, 0, 0, 0)
 
 
-def _scratch(size: int) -> tuple[Codes, Words, Lanes]:
-    return np.empty(size, np.uint8), np.empty(size + 8, np.uint32), np.empty(LANES)
+def _scratch(size: int) -> tuple[Codes, Pairs, Lanes]:
+    return np.empty(size, np.uint8), pairs_for(size), np.empty(LANES)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from relaxmpi.primitives._bits import split_payload
 from relaxmpi.primitives._jit import inlined, jit
-from relaxmpi.primitives._quantise import split_payload
 from relaxmpi.primitives._reduce import LANES, Lanes, largest, sum_abs, sum_squares, unit_for
 
 Floats = NDArray[Any]
