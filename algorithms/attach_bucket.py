@@ -19,7 +19,7 @@ class Window(Protocol):
     paused: bool
 
     def again(self, slot: Slot) -> None:
-        """Deal with a gradient that comes after its bucket was started."""
+        """Deal with a second gradient of this window."""
 
     def start_full(self) -> None:
         """Start, in order, the buckets that are complete."""
@@ -88,7 +88,7 @@ class Slot:
     def __call__(self, param: torch.Tensor) -> None:
         """Count the bucket down; autograd has just added to `param.grad`."""
         window, part = self.window, self.part
-        if part.started:
+        if part.started or (self.arrived and param.grad is not self.view):
             window.again(self)
         if window.paused:
             return

@@ -118,6 +118,8 @@ def attaching(
             hasattr(hook, "relaxmpi") for hook in (p._post_accumulate_grad_hooks or {}).values()
         ):
             raise ValueError(f"{name} is attached already: detach that first")
+    for name, t in _tensors(model):
+        _check_dense(name, t)
     trained = [(name, p.shape, p.dtype) for name, p in watch.trained]
     parts = [(name, t.shape, t.dtype) for name, t in _tensors(model)]
     state = [(name, t.shape, t.dtype) for name, t in _state(optimizer)]
@@ -127,6 +129,15 @@ def attaching(
         f"{algorithm!r}, buckets of {limits}"
     )
     return barrier.flow(comm, name=what)
+
+
+def _check_dense(name: str, t: torch.Tensor) -> None:
+    if nn.parameter.is_lazy(t):
+        raise ValueError(f"{name} has no shape yet: run one forward pass before attach")
+    if t.layout is not torch.strided:
+        raise ValueError(f"{name} is {t.layout}: rank 0 can only send dense tensors to the others")
+    if any(step == 0 and size > 1 for size, step in zip(t.shape, t.stride(), strict=True)):
+        raise ValueError(f"{name} is an expanded view, which cannot be written to: clone it")
 
 
 def _short(*parts: Any) -> str:

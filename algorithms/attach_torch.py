@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from relaxmpi.algorithms.attach_bucket import Part, Slot
 from relaxmpi.algorithms.attach_model import Watch, attaching, broadcast_state, moved
 from relaxmpi.algorithms.base import Algorithm, Bound
-from relaxmpi.primitives import Comm, RelaxError, buckets_of
+from relaxmpi.primitives import MAX, Comm, RelaxError, allreduce, buckets_of
 
 __all__ = ["Sync", "SyncStats", "attach"]
 
@@ -103,6 +104,11 @@ def attach(
         ...     sync.stats().steps
         1
     """
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            "attach(model, optimizer, algorithm, comm=comm) takes a Module and an Optimizer, not "
+            f"{type(model).__name__} and {type(optimizer).__name__}"
+        )
     attaching(comm, model, optimizer, algorithm, bucket_bytes, first_bucket_bytes)
     own = comm.dup()  # so that hooks and the caller's own calls cannot get into one order
     broadcast_state(own, model, optimizer, bucket_bytes)
@@ -129,7 +135,8 @@ class Sync:
         bucket_bytes: int,
         first_bucket_bytes: int,
     ) -> None:
-        self.comm = comm
+        self.comm, self._optimizer = comm, optimizer
+        self._control = Comm.dup(comm)  # for what must not wait behind gradients
         self._watch = Watch(model, optimizer)
         backwards = self._watch.trained[::-1]  # the order in which gradients become ready
         sizes = [p.numel() * p.element_size() for _, p in backwards]
@@ -143,7 +150,12 @@ class Sync:
         self._started = 0
         self.paused = False
         self._steps, self._begin = 0, moved(comm)
-        self._hooks: list[Any] = [optimizer.register_step_pre_hook(self._before_step)]
+        self._windows = 0
+        self._ours = {id(slot.param) for slot in self._slots}
+        self._hooks: list[Any] = [
+            optimizer.register_step_pre_hook(self._before_step),
+            register_optimizer_step_pre_hook(self._before_any_step),
+        ]
         for slot in self._slots:
             add: Any = slot.param.register_post_accumulate_grad_hook  # untyped in torch
             self._hooks.append(add(slot))
@@ -177,11 +189,13 @@ class Sync:
 
     def _close_window(self) -> None:
         self._started = 0
+        self._windows += 1
+        self.comm.mark = f"window {self._windows}"  # ranks in different windows are noticed
         for part in self._parts:
             part.open()
 
     def again(self, slot: Slot) -> None:
-        """Deal with a gradient that comes after its bucket was started."""
+        """Deal with a second gradient of this window."""
         if slot.param.grad is slot.view:
             raise RelaxError(_TWICE.format(slot.name))
         # Set to None since: a step was skipped (on all ranks alike) and a new window begins.
@@ -198,6 +212,15 @@ class Sync:
         self.wait()
         self._close_window()
         self._steps += 1
+
+    def _before_any_step(self, optimizer: Any, *_: Any) -> None:
+        if optimizer is self._optimizer:
+            return
+        if any(id(p) in self._ours for group in optimizer.param_groups for p in group["params"]):
+            raise RelaxError(
+                f"a {type(optimizer).__name__} that is not attached steps parameters that are: "
+                "their gradients may be on their way; detach, and attach the new optimizer"
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -240,12 +263,13 @@ class Sync:
         if not self._hooks:
             return
         self._remove_hooks()
-        if self._started:
+        if allreduce(self._control, self._started, op=MAX, name="detach"):
             self.wait()
         for slot in self._slots:
             if slot.param.grad is slot.view:
                 slot.param.grad = slot.view.clone()
         self.comm.close()
+        self._control.close()
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

@@ -64,7 +64,7 @@ class Lane:
 
     def _alone(self, call: Call) -> Flow[None]:
         if call.refusal is not None:
-            raise call.refusal
+            raise call.agreed_refusal()
         yield from ()
 
     def _finish(
@@ -76,7 +76,7 @@ class Lane:
         if not equal:
             yield from self._disagree(call, number)
         if call.refusal is not None:
-            raise call.refusal
+            raise call.agreed_refusal()
 
     def _disagree(self, call: Call, number: int) -> Flow[NoReturn]:
         said = np.frombuffer(str(call).encode()[:_WIDTH].ljust(_WIDTH), "u1").copy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from relaxmpi.primitives.calls import Call
@@ -20,9 +20,8 @@ __all__ = [
     "Lossy",
     "apart",
     "call_of",
-    "check_coded",
     "check_op",
-    "claim",
+    "claimed",
     "like",
     "ordered",
     "wire_of",
@@ -87,6 +86,9 @@ def call_of(
     verb: str, flat: Flat, how: str | None, codec: Lossy | None, name: str, step: int | None
 ) -> Call:
     """What the ranks must agree on."""
+    check_coded(flat.dtype, codec)
+    if step is not None and not isinstance(step, int):
+        raise TypeError(f"step must be an int, not {step!r}")
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, not {type(name).__name__}")
     told = None if codec is None else f"codec {codec.describe()}"
@@ -94,12 +96,14 @@ def call_of(
     return Call((verb, how, flat.dtype, str(flat.shape), told, name and f"name {name!r}", when))
 
 
-def claim(comm: Comm, codec: Lossy | None, verb: str, flat: Flat) -> Callable[[], None] | None:
-    """Bind a memory to this buffer; returns what gives it free again."""
-    check_coded(flat.dtype, codec)
-    if not isinstance(codec, ErrorFeedback):
-        return None
-    return codec.claim(verb, f"{len(flat.data)} x {flat.dtype}", f"{comm.size} ranks")
+def claimed(
+    comm: Comm, codec: Lossy | None, verb: str, flat: Flat, flow: Generator[Any, None, Any]
+) -> Flow[Any]:
+    """The flow in order, to which the memory around the codec, if any, belongs until it ends."""
+    flow = ordered(comm, flat, flow)
+    if isinstance(codec, ErrorFeedback):
+        codec.claim(flow, verb, f"{len(flat.data)} x {flat.dtype}", comm.layout)
+    return flow
 
 
 def wire_of(comm: Comm, flat: Flat, codec: Lossy | None, name: str, step: int | None) -> Wire:

@@ -62,7 +62,9 @@ class Background:
                 time.sleep(_PAUSE)
 
     def close(self) -> None:
-        """Stop the thread; pending works go on when they are waited for."""
+        """Stop the thread; pending works go on when they are waited for. Twice does nothing."""
+        if self._closing:
+            return
         self._closing = True
         self._filled.set()
         self._thread.join()

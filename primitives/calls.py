@@ -20,6 +20,12 @@ class Call:
     def __init__(self, what: tuple[Hashable, ...], refusal: Exception | None = None) -> None:
         self.what, self.refusal = what, refusal
 
+    def agreed_refusal(self) -> Exception:
+        """Return the refusal, marked as one that all ranks raise."""
+        assert self.refusal is not None  # callers have looked
+        self.refusal.agreed = True  # type: ignore[attr-defined]
+        return self.refusal
+
     def __str__(self) -> str:
         text = _words(self.what)
         return text if self.refusal is None else f"{text}, refused: {self.refusal}"

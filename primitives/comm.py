@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.door import Door
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from relaxmpi.primitives.background import Background
-    from relaxmpi.primitives.calls import Call
     from relaxmpi.primitives.hierarchy import Hierarchy
     from relaxmpi.primitives.transport import Transport
 
@@ -48,6 +47,8 @@ class Comm:
         mpi: The mpi4py communicator this Comm was made from, for objects and for MPI's own calls.
         nodes: For each rank, the number of the host it runs on.
         stats: Bytes, messages and seconds waited.
+        mark: Told with every call, such as the number of the epoch: ranks that are at different
+            places of a program get a MismatchError instead of each other's numbers.
         steps: How often each named call with a codec has run: the codecs' random numbers depend
             on it, so it is a part of what must be saved and restored.
     """
@@ -68,9 +69,9 @@ class Comm:
         self._notices = NoticeBoard(ordered, settings.timeout, settings.warn_after, self.stats)
         if queue is None:
             crowded = nodes.count(nodes[self.rank]) > len(os.sched_getaffinity(0))
-            queue = Queue(self._notices, self.stats, crowded)
-            open_comms.add(self)
+            queue = Queue(self.stats, crowded)
         self.queue = queue
+        open_comms.add(self)
         self._started = Lane(started, ordered, self.stats)
         self._inside = Lane(ordered, ordered, self.stats)
         self._host = MpiTransport(data, settings, self.stats, len(set(nodes)))
@@ -79,6 +80,7 @@ class Comm:
         self._taken = 0
         self.door = Door()
         self.closed = False
+        self.mark = ""
 
     @classmethod
     def world(cls, timeout: float | None = None) -> Comm:
@@ -113,6 +115,7 @@ class Comm:
     def _split(self, color: int | None, key: int, queue: Queue | None) -> Comm | None:
         from mpi4py import MPI
 
+        self._meet("split")
         group = cast(
             "MPI.Intracomm", self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
         )
@@ -125,13 +128,20 @@ class Comm:
 
     def dup(self) -> Comm:
         """Return a Comm of the same ranks with a stream of its own."""
+        self._meet("dup")
         return Comm(self.mpi, self.settings, self.nodes, None)
 
     def by_node(self) -> Hierarchy:
         """Return a Hierarchy: full precision inside a node, codecs on the link between nodes."""
         from relaxmpi.primitives.hierarchy import Hierarchy
 
+        self._meet("by_node")
         return Hierarchy(self)
+
+    def _meet(self, what: str) -> None:
+        """Wait for all ranks, as every call does, before MPI's own blocking calls."""
+        with self.door(what):
+            self.submit(Call((what,)), _nothing()).wait()
 
     def progress(self) -> None:
         """Move what can be moved without waiting; call it between pieces of computation."""
@@ -164,7 +174,10 @@ class Comm:
         if self.closed:
             return
         if self.queue.broken is None and not self.queue.idle:
-            raise RelaxError(f"{len(self.queue)} works are pending: wait for them before close()")
+            raise RelaxError(
+                f"{len(self.queue)} works are pending, first {self.queue.first()}: wait for them "
+                "before close()"
+            )
         self.closed = True
         if self.queue.broken is None:
             open_comms.discard(self)
@@ -173,7 +186,7 @@ class Comm:
 
     def leave(self) -> None:
         """Tell the peers that this rank makes no more calls."""
-        self._notices.leave(self.queue.finished)
+        self._notices.leave()
 
     def __enter__(self) -> Self:
         return self
@@ -194,19 +207,15 @@ class Comm:
             found = self._transports[device.name] = device.transport(self._host)
         return found
 
-    def submit(
-        self, call: Call, flow: Flow[T], release: Callable[[], None] | None = None
-    ) -> Work[T]:
-        """Append a flow to the stream; its agreement is posted now.
-
-        `release` is called when the flow has ended, also where its agreement failed.
-        """
+    def submit(self, call: Call, flow: Flow[T]) -> Work[T]:
+        """Append a flow to the stream; its agreement is posted now."""
         queue = self.queue
         if self.closed or queue.broken is not None or running_queue() is queue:
-            if release is not None:
-                release()
             raise self._unusable(call)
-        return queue.submit(_after(self._started.post(call), flow, release), call.__str__)
+        if self.mark:
+            call.what = (*call.what, self.mark)
+        flow = _after(self._started.post(call), flow)
+        return queue.submit(flow, call.__str__, self._notices)
 
     def _unusable(self, call: Call) -> RelaxError:
         if self.closed:
@@ -218,16 +227,19 @@ class Comm:
             "`yield from verb.flow(...)` there"
         )
 
-    def agreed(
-        self, call: Call, flow: Flow[T], release: Callable[[], None] | None = None
-    ) -> Flow[T]:
+    def agreed(self, call: Call, flow: Flow[T]) -> Flow[T]:
         """Return the flow behind an agreement that happens when it runs."""
         if running_queue() is not self.queue:
             raise RelaxError(
                 f"{call} inside a primitive of another Comm would hang: the two streams know "
                 "nothing of each other; use one Comm, or comm.by_node()"
             )
-        return (yield from _after(self._inside.post(call), flow, release))
+        return (yield from _after(self._inside.post(call), flow))
+
+    @property
+    def layout(self) -> str:
+        """Which ranks reduce which parts, in words: the memory of a codec belongs to it."""
+        return f"{self.size} ranks"
 
     @cached_property
     def schedule(self) -> FlatSchedule:
@@ -254,10 +266,14 @@ class Comm:
         return step
 
 
-def _after(agreement: Flow[None], flow: Flow[T], release: Callable[[], None] | None) -> Flow[T]:
+def _after(agreement: Flow[None], flow: Flow[T]) -> Flow[T]:
     try:
         yield from agreement
-        return (yield from flow)
-    finally:
-        if release is not None:
-            release()
+    except BaseException:
+        flow.close()
+        raise
+    return (yield from flow)
+
+
+def _nothing() -> Flow[None]:
+    yield from ()

@@ -77,6 +77,10 @@ class Cpu:
         return self._flat(x.numpy(), shape, writable, strided)
 
     def _flat(self, a: Any, shape: tuple[int, ...], writable: bool, strided: bool) -> Flat:
+        if isinstance(a, np.ma.MaskedArray):
+            raise TypeError("a masked array is not a buffer: pass x.filled(...), or x.data")
+        if type(a) is not np.ndarray:
+            a = a.view(np.ndarray)
         name = _FORMATS.get(a.dtype)
         if name is None:
             raise TypeError(

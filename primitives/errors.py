@@ -22,6 +22,8 @@ class MismatchError(RelaxError):
     and the communicator stays usable.
     """
 
+    agreed = True
+
 
 class PeerTimeout(RelaxError, TimeoutError):
     """A peer was not heard from within the communicator's timeout, which is now broken."""

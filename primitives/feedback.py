@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import weakref
 from typing import Any
 
 from relaxmpi.primitives.codecs import Codec
 from relaxmpi.primitives.devices import Device
+from relaxmpi.primitives.work import Flow
 
 __all__ = ["ErrorFeedback"]
 
@@ -37,7 +39,7 @@ class ErrorFeedback:
         self.codec = codec
         self._residuals: dict[tuple[str, int, int], Any] = {}
         self._layout: tuple[str, ...] | None = None
-        self.busy = False
+        self._user: weakref.ref[Flow[Any]] | None = None
 
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.codec!r})"
@@ -46,12 +48,14 @@ class ErrorFeedback:
         """What ranks must agree on before they exchange payloads."""
         return f"ErrorFeedback({self.codec.describe()})"
 
-    def claim(self, *layout: str) -> Callable[[], None]:
-        """Bind to one buffer layout at the first use; ValueError where it changes or overlaps.
+    def claim(self, flow: Flow[Any], *layout: str) -> None:
+        """Bind to a buffer's layout at the first use, and to a call until it has ended.
 
-        Returns what the call does when it has ended.
+        Raises:
+            ValueError: The layout is another one, or the last call has not ended.
         """
-        if self.busy:
+        user = None if self._user is None else self._user()
+        if user is not None and inspect.getgeneratorstate(user) != inspect.GEN_CLOSED:
             raise ValueError(
                 "this ErrorFeedback is in use by a call that is not done: give each buffer one "
                 "of its own"
@@ -63,11 +67,7 @@ class ErrorFeedback:
                 f"this ErrorFeedback holds the residuals of a buffer of {_words(self._layout)}, "
                 f"not of {_words(layout)}: make one for each buffer, or call reset()"
             )
-        self.busy = True
-        return self._release
-
-    def _release(self) -> None:
-        self.busy = False
+        self._user = weakref.ref(flow)
 
     def site(self, side: str, lo: int, hi: int, device: Device, dtype: str) -> Any:
         """Return the residual of elements lo to hi as a "worker" (contributor) or "owner"."""
@@ -83,7 +83,7 @@ class ErrorFeedback:
     def reset(self) -> None:
         """Forget the residuals and the layout."""
         self._residuals.clear()
-        self._layout, self.busy = None, False
+        self._layout = self._user = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's residuals; every rank saves its own."""
@@ -94,7 +94,7 @@ class ErrorFeedback:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank."""
-        self._layout = state["layout"]
+        self._layout, self._user = state["layout"], None
         self._residuals = {key: value.copy() for key, value in state["residuals"].items()}
 
 

@@ -57,7 +57,13 @@ class Hierarchy(Comm):
 
     def dup(self) -> Hierarchy:
         """Return a Hierarchy of the same ranks with a stream of its own."""
+        self._meet("dup")
         return Hierarchy(self)
+
+    @property
+    def layout(self) -> str:
+        """Which ranks reduce which parts, in words."""
+        return f"{self.size} ranks on {len(set(self.nodes))} nodes"
 
     def begin(self) -> None:
         """Let the flow that starts now take the scratch of the one that has ended."""

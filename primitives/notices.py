@@ -38,23 +38,34 @@ class NoticeBoard:
 
     def __init__(self, mpi: MPI.Intracomm, timeout: float, warn_after: float, stats: Stats) -> None:
         self._mpi, self._stats = mpi, stats
-        self.timeout = timeout
+        self.timeout, self.size = timeout, mpi.size
+        self._begun = self._ended = 0
         self._warn_after = min(warn_after, timeout / 2)
         self._warned = -1
         self._waiting: dict[int, int] = {}
         self._gone: dict[int, tuple[_Kind, int, str]] = {}
         self._sent: list[tuple[MPI.Request, bytes]] = []
 
-    def look(self, work: Work[Any], waited: float) -> RelaxError | None:
+    def begin(self) -> int:
+        """Count a call that starts and return its number."""
+        self._begun += 1
+        return self._begun - 1
+
+    def end(self) -> None:
+        """Count a call that ended."""
+        self._ended += 1
+
+    def look(self, work: Work[Any]) -> RelaxError | None:
         """Patience of the queue: hear the peers, warn once a call, give up at the timeout."""
-        if self._mpi.size == 1:
+        if self.size == 1:
             return None
+        waited = work.waited
         self._hear()
         gone = {r: said for r, said in self._gone.items() if said[1] <= work.seq}
         if gone:
             return self._explain_gone(work, gone)
         if waited > self.timeout:
-            return self._give_up(work, f"waited {self.timeout:g} s for")
+            return self._blame(work, f"waited {self.timeout:g} s for")
         if waited > self._warn_after and self._warned < work.seq:
             self._warned = work.seq
             self._post(_Kind.WAITING, work.seq, work.call())
@@ -68,9 +79,13 @@ class NoticeBoard:
             )
         return None
 
-    def leave(self, finished: int) -> None:
-        """Tell everybody that this rank's program ends after its first `finished` calls."""
-        self._post(_Kind.LEFT, finished, "")
+    def give_up(self, work: Work[Any]) -> None:
+        """Tell everybody that this rank will not finish a call."""
+        self._post(_Kind.BROKEN, work.seq, work.call())
+
+    def leave(self) -> None:
+        """Tell everybody that this rank's program ends, and after how many calls."""
+        self._post(_Kind.LEFT, self._ended, "")
 
     def _explain_gone(self, work: Work[Any], gone: dict[int, tuple[_Kind, int, str]]) -> RelaxError:
         left = sorted(r for r, said in gone.items() if said[0] is _Kind.LEFT)
@@ -82,11 +97,11 @@ class NoticeBoard:
                 "same calls (an early exit, or fewer batches on one rank?)"
             )
         first = min(gone)
-        return self._give_up(
+        return self._blame(
             work, f"rank {first} gave up in call {gone[first][1]}, {gone[first][2]};"
         )
 
-    def _give_up(self, work: Work[Any], why: str) -> RelaxError:
+    def _blame(self, work: Work[Any], why: str) -> RelaxError:
         self._post(_Kind.BROKEN, work.seq, work.call())
         others = set(range(self._mpi.size)) - {self._mpi.rank}
         end = time.perf_counter() + _GRACE

@@ -7,6 +7,7 @@ from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from relaxmpi.primitives.calls import Call
+from relaxmpi.primitives.door import Door
 from relaxmpi.primitives.work import Flow, Work
 
 if TYPE_CHECKING:
@@ -24,15 +25,12 @@ class Plan(Generic[T]):
     Attributes:
         call: What the ranks must agree on.
         flow: What carries it out.
-        release: Called when it has ended, well or badly.
     """
 
-    __slots__ = ("call", "flow", "release")
+    __slots__ = ("call", "flow")
 
-    def __init__(
-        self, call: Call, flow: Flow[T], release: Callable[[], None] | None = None
-    ) -> None:
-        self.call, self.flow, self.release = call, flow, release
+    def __init__(self, call: Call, flow: Flow[T]) -> None:
+        self.call, self.flow = call, flow
 
 
 class Primitive(Generic[P, T]):
@@ -50,12 +48,12 @@ class Primitive(Generic[P, T]):
 
     def __call__(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Block until done and return the result."""
-        with comm.door(self.__name__):
+        with door_of(comm, self.__name__):
             return self._submit(comm, *args, **kwargs).wait()
 
     def start(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
         """Start the call and return at once; the buffers belong to the Work until it is done."""
-        with comm.door(self.__name__):
+        with door_of(comm, self.__name__):
             return self._submit(comm, *args, **kwargs)
 
     def flow(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> Flow[T]:
@@ -65,7 +63,7 @@ class Primitive(Generic[P, T]):
     def _submit(self, comm: Comm, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
         try:
             flow, refusal = self._build(comm, *args, **kwargs), None
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             flow, refusal = _nothing(), error
         return comm.submit(Call((self.__name__,), refusal), flow)
 
@@ -80,16 +78,16 @@ class Verb(Primitive[P, T]):
     def flow(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> Flow[T]:
         """Return the flow, for `yield from` inside another primitive."""
         plan = self._checked(comm, *args, **kwargs)
-        return comm.agreed(plan.call, plan.flow, plan.release)
+        return comm.agreed(plan.call, plan.flow)
 
     def _submit(self, comm: Comm, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
         plan = self._checked(comm, *args, **kwargs)
-        return comm.submit(plan.call, plan.flow, plan.release)
+        return comm.submit(plan.call, plan.flow)
 
     def _checked(self, comm: Comm, *args: P.args, **kwargs: P.kwargs) -> Plan[T]:
         try:
             return self._plan(comm, *args, **kwargs)
-        except (TypeError, ValueError, OverflowError) as error:
+        except Exception as error:
             return Plan(Call((self.__name__,), error), _nothing())
 
 
@@ -117,3 +115,14 @@ def primitive(build: Callable[Concatenate[Comm, P], Flow[T]]) -> Primitive[P, T]
 
 def _nothing() -> Flow[Any]:
     yield from ()
+
+
+def door_of(comm: Comm, verb: str) -> Door:
+    """Enter a Comm by its door; TypeError where it is none."""
+    try:
+        return comm.door(verb)
+    except AttributeError:
+        raise TypeError(
+            f"the first argument of {verb} must be a Comm, such as rx.Comm.world(), not "
+            f"{type(comm).__name__}"
+        ) from None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from relaxmpi.primitives.errors import MismatchError, RelaxError
+from relaxmpi.primitives.errors import MismatchError, PeerTimeout, RelaxError
 from relaxmpi.primitives.settings import Settings
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["prepare", "world"]
 
+_PAUSE = 1e-4
+_kept: list[object] = []
 _LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
@@ -43,6 +46,7 @@ def prepare(mpi: MPI.Intracomm, timeout: float | None) -> tuple[Settings, tuple[
     settings = Settings.read()
     if timeout is not None:
         settings = replace(settings, timeout=timeout)
+    _meet(mpi, settings.timeout)
     layout = np.array([settings.max_message, settings.segment, settings.ranks_per_node], "i8")
     all_ = np.empty((mpi.size, layout.size), "i8")
     mpi.Allgather(layout, all_)
@@ -60,3 +64,17 @@ def prepare(mpi: MPI.Intracomm, timeout: float | None) -> tuple[Settings, tuple[
     mpi.Allgather(first, firsts)
     order = sorted(set(firsts.tolist()))
     return settings, tuple(order.index(f) for f in firsts.tolist())
+
+
+def _meet(mpi: MPI.Intracomm, timeout: float) -> None:
+    """Wait for all ranks, before MPI's own blocking calls."""
+    end = time.perf_counter() + timeout
+    barrier = mpi.Ibarrier()
+    while not barrier.Test():
+        if time.perf_counter() > end:
+            _kept.append(barrier)
+            raise PeerTimeout(
+                f"not all {mpi.size} ranks made this Comm within {timeout:g} s: it is collective; "
+                "if the others are only slow, raise timeout= or RELAXMPI_TIMEOUT"
+            )
+        time.sleep(_PAUSE)

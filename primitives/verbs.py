@@ -17,9 +17,8 @@ from relaxmpi.primitives.arguments import (
     Lossy,
     apart,
     call_of,
-    check_coded,
     check_op,
-    claim,
+    claimed,
     like,
     ordered,
     wire_of,
@@ -91,8 +90,6 @@ def _reduction(
     step: int | None,
     result: Any,
 ) -> Plan[Any]:
-    release = claim(comm, codec, "allreduce", flat)
-
     def flow() -> Flow[Any]:
         if comm.size == 1:
             if target is not flat:
@@ -102,7 +99,7 @@ def _reduction(
             yield from comm.schedule.allreduce(flat.device, flat.data, target.data, op, wire)
         return result
 
-    return Plan(call, ordered(comm, flat, flow()), release)
+    return Plan(call, claimed(comm, codec, "allreduce", flat, flow()))
 
 
 def _reduce_number(
@@ -122,7 +119,7 @@ def _reduce_number(
         yield from plan.flow
         return array[0] if isinstance(x, np.generic) else array[0].item()
 
-    return Plan(call, flow(), plan.release)
+    return Plan(call, flow())
 
 
 @Verb
@@ -165,7 +162,6 @@ def reduce_scatter(
     target = like(flat, result, (hi - lo,))
     apart(device, flat.data, target.data, flat.data[lo:hi])
     call = call_of("reduce_scatter", flat, op.value, codec, name, step)
-    release = claim(comm, codec, "reduce_scatter", flat)
 
     def flow() -> Flow[Any]:
         if comm.size == 1:
@@ -178,7 +174,7 @@ def reduce_scatter(
             wire.deliver(total, target.data, op, comm.size)
         return result
 
-    return Plan(call, ordered(comm, flat, flow()), release)
+    return Plan(call, claimed(comm, codec, "reduce_scatter", flat, flow()))
 
 
 @Verb
@@ -226,9 +222,7 @@ def allgather(
                 f"{hi - lo}, but x has {len(flat.data)}"
             )
     apart(device, target.data, flat.data, target.data[slice(*bounds[comm.rank])])
-    check_coded(flat.dtype, codec)
     call = call_of("allgather", target, None, codec, name, step)
-    release = claim(comm, codec, "allgather", flat)
 
     def flow() -> Flow[Any]:
         places = [target.data[lo:hi] for lo, hi in bounds]
@@ -239,7 +233,7 @@ def allgather(
             yield from comm.schedule.allgather(device, flat.data, places, wire)
         return result
 
-    return Plan(call, ordered(comm, flat, flow()), release)
+    return Plan(call, claimed(comm, codec, "allgather", flat, flow()))
 
 
 @Verb
@@ -258,8 +252,8 @@ def broadcast(comm: Comm, x: Any, *, root: int = 0, name: str = "") -> Plan[Any]
         ...     rx.broadcast(comm, np.ones(2))
         array([1., 1.])
     """
-    if not 0 <= root < comm.size:
-        raise ValueError(f"root must be a rank, 0 to {comm.size - 1}, not {root}")
+    if not isinstance(root, int) or not 0 <= root < comm.size:
+        raise ValueError(f"root must be a rank, 0 to {comm.size - 1}, not {root!r}")
     flat = device_of(x).flat(x)
 
     def flow() -> Flow[Any]:

@@ -26,6 +26,7 @@ _SPIN = 1e-2
 _ALONE = 1e-4
 _LONGEST_SLEEP = 5e-4
 _WATCH_EVERY = 1e-3
+_LONGEST_LOOK = 0.1
 
 # Whatever MPI may still write to when a Comm broke: kept until the process ends.
 _kept: list[object] = []
@@ -34,6 +35,11 @@ _kept: list[object] = []
 def running_queue() -> Queue | None:
     """Return the queue whose flow this thread is advancing, if any."""
     return getattr(_here, "queue", None)
+
+
+def agreed(error: BaseException) -> bool:
+    """Whether all ranks raise this error of a call, so that their streams stay in step."""
+    return getattr(error, "agreed", False) is True
 
 
 class Work(Generic[T]):
@@ -53,21 +59,31 @@ class Work(Generic[T]):
         "_flow",
         "_queue",
         "_request",
+        "_seen",
         "_value",
         "call",
+        "patience",
         "posted",
         "seq",
+        "waited",
     )
 
-    def __init__(self, queue: Queue, flow: Flow[T], call: Callable[[], str], seq: int) -> None:
-        self._queue, self._flow, self._request = queue, flow, None
-        self._done, self._error = False, None
-        self._value: T
-        self.call, self.seq = call, seq
-        self.posted: float = 0.0
-
-    _request: Request | None
     _error: BaseException | None
+    _request: Request | None
+    _value: T
+
+    def __init__(
+        self, queue: Queue, flow: Flow[T], call: Callable[[], str], patience: Patience
+    ) -> None:
+        self._queue, self._flow, self._request = queue, flow, None
+        self._done, self._error, self._seen = False, None, False
+        self.call, self.patience = call, patience
+        self.seq = patience.begin()
+        self.post()
+
+    def post(self) -> None:
+        """Begin to wait for something new."""
+        self.posted, self.waited = time.perf_counter(), 0.0
 
     def test(self) -> bool:
         """Make progress and say whether the work is done, well or badly; never blocks."""
@@ -84,9 +100,14 @@ class Work(Generic[T]):
         """
         if not self._done:
             self._queue.wait(self, timeout)
+        self._seen = True
         if self._error is not None:
             raise self._error
         return self._value
+
+    def __del__(self) -> None:
+        if self._error is not None and not self._seen:
+            _log.error("nobody waited for a call that failed: %s", self._error)
 
     def synchronize(self) -> T:
         """Wait until the host may read the result; on the CPU the same as `wait`."""
@@ -94,22 +115,34 @@ class Work(Generic[T]):
 
     def _advance(self) -> bool:
         """Run the flow until it ends (True) or must wait for its request (False)."""
-        request = self._request
         before, _here.queue = running_queue(), self._queue
         try:
             while True:
-                if request is not None and not request.test():
-                    self._request = request
-                    return False
-                request = next(self._flow)
-                self.posted = time.perf_counter()
+                try:
+                    if self._request is not None and not self._request.test():
+                        return False
+                    failed = None
+                except Exception as error:
+                    if not hasattr(error, "Get_error_class"):
+                        raise  # a signal handler's: the flow stays as it is
+                    failed = error
+                if self._run(failed):
+                    return True
+        finally:
+            _here.queue = before
+
+    def _run(self, failed: Exception | None) -> bool:
+        try:
+            self._request = next(self._flow) if failed is None else self._flow.throw(failed)
         except StopIteration as stop:
             self._value = stop.value
         except BaseException as error:
             self._error = error
-        finally:
-            _here.queue = before
-        self._request, self._done = None, True
+        else:
+            self.post()
+            return False
+        self._done = True
+        self.patience.end()
         return True
 
     def _fail(self, error: BaseException) -> None:
@@ -117,40 +150,51 @@ class Work(Generic[T]):
 
 
 class Patience(Protocol):
-    """Who looks after a queue that does not move: timeouts, and peers that left."""
+    """Who counts the calls of a Comm and looks after one that does not move."""
 
-    def look(self, work: Work[Any], waited: float) -> RelaxError | None:
+    size: int
+
+    def begin(self) -> int:
+        """Count a call that starts and return its number."""
+
+    def end(self) -> None:
+        """Count a call that ended."""
+
+    def look(self, work: Work[Any]) -> RelaxError | None:
         """Return the error that breaks the queue, or None to go on waiting."""
+
+    def give_up(self, work: Work[Any]) -> None:
+        """Tell the peers that this rank will not finish a call."""
 
 
 class Queue:
     """Flows in start order, one advancing at a time, under one lock."""
 
-    def __init__(self, patience: Patience, stats: Stats, crowded: bool) -> None:
+    def __init__(self, stats: Stats, crowded: bool) -> None:
         self._works: deque[Work[Any]] = deque()
         self._lock = threading.Lock()
-        self._patience, self._stats = patience, stats
+        self._stats = stats
         # Where every rank has a core, giving it away while the peer answers only costs.
         self._spin = 0.0 if crowded else _ALONE
         self._watched = 0.0
         self.broken: RelaxError | None = None
-        self.submitted = 0
-        self.finished = 0
         self.filled: threading.Event | None = None
 
     def __len__(self) -> int:
         return len(self._works)
+
+    def first(self) -> str:
+        """Say which call is the head."""
+        return self._works[0].call()
 
     @property
     def idle(self) -> bool:
         """Whether nothing is pending."""
         return not self._works
 
-    def submit(self, flow: Flow[T], call: Callable[[], str]) -> Work[T]:
+    def submit(self, flow: Flow[T], call: Callable[[], str], patience: Patience) -> Work[T]:
         """Append a flow and let it run as far as it can."""
-        work = Work(self, flow, call, self.submitted)
-        self.submitted += 1
-        work.posted = time.perf_counter()
+        work = Work(self, flow, call, patience)
         with self._lock:
             self._works.append(work)
             self._advance()
@@ -194,21 +238,43 @@ class Queue:
     def _advance(self) -> None:
         works = self._works
         while works and works[0]._advance():
-            works.popleft()
-            self.finished += 1
+            head = works.popleft()
+            error = head._error
+            if error is not None and head.patience.size > 1 and not agreed(error):
+                self._fail(head, error)
+                return
             if works:
-                works[0].posted = time.perf_counter()
+                works[0].post()
+
+    def _fail(self, work: Work[Any], error: BaseException) -> None:
+        """Break, because a call ended in the middle on this rank; the others must hear of it."""
+        work.patience.give_up(work)
+        # The traceback keeps the memory alive that messages under way may still be written to.
+        _kept.append(error)
+        self._break(
+            BrokenComm(
+                f"{work.call()} failed in the middle on this rank ({type(error).__name__}: "
+                f"{error}), when others may have finished it: this Comm cannot be used any more"
+            )
+        )
+        if not isinstance(error, Exception):
+            raise error
 
     def _watch(self) -> float:
-        """Now and then, ask whether the head has waited too long."""
+        """Now and then, ask whether the head has waited too long.
+
+        Only time in which this rank looks counts: a peer must not be blamed for a pause here.
+        """
         now = time.perf_counter()
         if now - self._watched > _WATCH_EVERY and self._works:
-            self._watched = now
             head = self._works[0]
-            waited = now - head.posted
-            if waited > _SPIN:
-                error = self._patience.look(head, waited)
+            head.waited += min(now - max(self._watched, head.posted), _LONGEST_LOOK)
+            self._watched = now
+            if head.waited > _SPIN:
+                error = head.patience.look(head)
                 if error is not None:
+                    self._works.popleft()._fail(error)
+                    _kept.append(head)
                     self._break(error)
         return now
 
@@ -216,8 +282,6 @@ class Queue:
         _kept.extend(self._works)
         self.broken = error
         works, self._works = self._works, deque()
-        first = works.popleft()
-        first._fail(error)
         for work in works:
             work._fail(BrokenComm(f"{work.call()} was queued behind a call that failed: {error}"))
         _log.error("%s", error)
