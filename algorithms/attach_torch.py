@@ -79,6 +79,9 @@ def attach(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
+    A step may be skipped, on all ranks alike and after a backward on all of them: leave out
+    `optimizer.step()` and set the gradients to None before the next backward.
+
     Args:
         model: A module with dense gradients on the CPU.
         optimizer: It holds the local rule, so `algorithm` must not have one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import logging
 import os
 import sys
@@ -76,9 +77,10 @@ def _abort(why: str) -> None:
         print(f"relaxmpi: rank {rank} of {size} failed and ends the job: {why}", file=sys.stderr)
         sys.stderr.flush()
     time.sleep(_FORWARDING)
+    # Aborts of two ranks at once can block each other; MPICH's returns before the job ends.
+    faulthandler.dump_traceback_later(_ABORTING, exit=True, file=sys.__stderr__ or sys.stderr)
     MPI.COMM_WORLD.Abort(1)
-    time.sleep(_ABORTING)  # MPICH's Abort returns, and the end comes a little later
-    os._exit(1)
+    time.sleep(2 * _ABORTING)
 
 
 def _on_exit() -> None:

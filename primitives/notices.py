@@ -65,7 +65,7 @@ class NoticeBoard:
         if gone:
             return self._explain_gone(work, gone)
         if waited > self.timeout:
-            return self._blame(work, f"waited {self.timeout:g} s for")
+            return self._blame(work, f"waited {self.timeout:g} s")
         if waited > self._warn_after and self._warned < work.seq:
             self._warned = work.seq
             self._post(_Kind.WAITING, work.seq, work.call())
@@ -90,28 +90,26 @@ class NoticeBoard:
     def _explain_gone(self, work: Work[Any], gone: dict[int, tuple[_Kind, int, str]]) -> RelaxError:
         left = sorted(r for r, said in gone.items() if said[0] is _Kind.LEFT)
         if left:
-            self._post(_Kind.BROKEN, work.seq, work.call())
+            self.give_up(work)
             return PeerLeft(
                 f"rank {self._mpi.rank} waits in call {work.seq}, {work.call()}, but "
                 f"{_ranks(left)} ended after {gone[left[0]][1]} calls; every rank must make the "
                 "same calls (an early exit, or fewer batches on one rank?)"
             )
         first = min(gone)
-        return self._blame(
-            work, f"rank {first} gave up in call {gone[first][1]}, {gone[first][2]};"
-        )
+        return self._blame(work, f"rank {first} gave up in call {gone[first][1]}, {gone[first][2]}")
 
     def _blame(self, work: Work[Any], why: str) -> RelaxError:
-        self._post(_Kind.BROKEN, work.seq, work.call())
-        others = set(range(self._mpi.size)) - {self._mpi.rank}
+        self.give_up(work)
+        others = set(range(self.size)) - {self._mpi.rank}
         end = time.perf_counter() + _GRACE
         while time.perf_counter() < end and not others <= self._heard(work.seq):
             time.sleep(1e-3)
             self._hear()
         silent = sorted(others - self._heard(work.seq))
-        missing = f"not heard from {_ranks(silent)}" if silent else "all other ranks wait too"
+        missing = f"not heard from {_ranks(silent)}" if silent else "all ranks are heard from"
         return PeerTimeout(
-            f"rank {self._mpi.rank} {why} call {work.seq}, {work.call()}: {missing}. This Comm "
+            f"rank {self._mpi.rank} in call {work.seq}, {work.call()}: {why}; {missing}. This Comm "
             "cannot be used any more; if the peers are only slow, raise Comm.world(timeout=...) "
             "or RELAXMPI_TIMEOUT"
         )

@@ -9,6 +9,7 @@ rank that passed it, for a wrong argument.
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -252,8 +253,9 @@ def broadcast(comm: Comm, x: Any, *, root: int = 0, name: str = "") -> Plan[Any]
         ...     rx.broadcast(comm, np.ones(2))
         array([1., 1.])
     """
-    if not isinstance(root, int) or not 0 <= root < comm.size:
-        raise ValueError(f"root must be a rank, 0 to {comm.size - 1}, not {root!r}")
+    root = index(root)
+    if not 0 <= root < comm.size:
+        raise ValueError(f"root must be a rank, 0 to {comm.size - 1}, not {root}")
     flat = device_of(x).flat(x)
 
     def flow() -> Flow[Any]:

@@ -626,3 +626,71 @@ def test_the_hooks_cost_little(comm):
     with rx.attach(model, optimizer, rx.SGD(), comm=comm):
         seconds()
         assert (seconds() - plain) / 2000 < 10e-6
+
+
+def two_layers(rank):
+    """A model whose second layer is unused on every rank but the first."""
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(1.0)
+
+    def backward(value):
+        y = model[0](torch.full((1, 1), float(value)))
+        (model[1](y) if rank == 0 else y).sum().backward()
+
+    return model, backward
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_skipped_step_and_a_bucket_that_is_not_full_on_one_rank(comm):
+    """Ranks whose buckets did not start notice the new window as well as those whose did."""
+    model, backward = two_layers(comm.rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with rx.attach(model, optimizer, rx.SGD(), comm=comm):
+        for t in range(4):
+            optimizer.zero_grad()
+            backward(10.0**t)
+            if t:
+                optimizer.step()
+                assert model[0].weight.grad.item() == pytest.approx(
+                    10.0**t if t == 1 else model[0].weight.grad.item()
+                )
+                weights = [p.item() for p in model.parameters()]
+                assert comm.mpi.allgather(weights) == [weights] * comm.size
+
+
+@pytest.mark.ranks(2, 3)
+def test_detach_between_backward_and_step(comm):
+    model, backward = two_layers(comm.rank)
+    sync = rx.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), rx.SGD(), comm=comm)
+    backward(comm.rank + 1)
+    sync.detach()
+    grads = [p.grad.item() for p in model.parameters()]
+    assert comm.mpi.allgather(grads) == [grads] * comm.size
+
+
+@pytest.mark.ranks(1, 2)
+def test_another_optimizer_on_attached_parameters_is_refused(comm):
+    model = torch.nn.Linear(2, 1)
+    sync = rx.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), rx.SGD(), comm=comm)
+    other = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(rx.RelaxError, match="Adam that is not attached"):
+        other.step()
+    torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1).step()
+    sync.detach()
+    other.step()
+
+
+@pytest.mark.ranks(1, 2)
+def test_buffers_that_cannot_be_sent_are_named(comm):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name, buffer in [("wide", torch.ones(1).expand(3)), ("thin", torch.eye(2).to_sparse())]:
+        model.register_buffer(name, buffer)
+        with pytest.raises(ValueError, match=name):
+            rx.attach(model, optimizer, rx.SGD(), comm=comm)
+        del model._buffers[name]
+    with pytest.raises(TypeError, match="a Module and an Optimizer"):
+        rx.attach(optimizer, model, rx.SGD(), comm=comm)
