@@ -19,7 +19,7 @@ loader = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)]
 
 
 def test_there_is_one_for_each_use():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -43,7 +43,17 @@ with rx.Comm.world() as comm:
     assert done.stdout.count("distance True") == 3, done.stderr
 
 
+def test_a_new_primitive(launch):
+    body = """
+with rx.Comm.world() as comm:
+    mean, spread = mean_and_spread.start(comm, np.full(2, float(comm.rank))).wait()
+    print("spread", mean[0] == 1 and abs(spread[0] - 2 / 3) < 1e-9)
+"""
+    done = launch("import numpy as np\nimport relaxmpi as rx\n" + BLOCKS[2] + body, 3)
+    assert done.stdout.count("spread True") == 3, done.stderr
+
+
 def test_a_loop(launch):
     pytest.importorskip("torch")
-    done = launch(LOOP + BLOCKS[2] + "print('steps', sync.stats().steps)", 2, timeout=60)
+    done = launch(LOOP + BLOCKS[3] + "print('steps', sync.stats().steps)", 2, timeout=60)
     assert done.stdout.count("steps 3") == 2, done.stderr
