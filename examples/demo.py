@@ -74,9 +74,8 @@ def work(epochs: int) -> None:
 
 def table(runs, ranks: int) -> None:
     """Print what each algorithm reached and what it sent."""
-    print(
-        f"\n{ranks} ranks, {len(next(iter(runs.values())).losses)} steps; bytes are sent, a step and rank:\n"
-    )
+    steps = len(next(iter(runs.values())).losses)
+    print(f"\n{ranks} ranks, {steps} steps; bytes are those that one rank sends:\n")
     print(f"{'':24}accuracy    loss   bytes/step   ms/step here   equal on all ranks")
     for title, run in runs.items():
         print(
