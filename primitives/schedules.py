@@ -7,6 +7,7 @@ rank decodes the same bytes, the owner too, so all end bit-identical.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from relaxmpi.primitives.devices import Device
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
 
 __all__ = ["FlatSchedule"]
+
+# Pieces whose contributions are under way at once: more would flood a cold link's queues.
+_AHEAD = 2
 
 T = TypeVar("T")
 
@@ -51,14 +55,18 @@ class FlatSchedule:
         # never idle.
         cuts = chunks(len(x), wire.pieces(x, transport.pieces(x)))
         pieces = [self._piece(x, out, wire, lo, hi) for lo, hi in cuts]
-        reducing = [
-            _posted(self.reduce_scatter(device, p.x, p.place, op, p.wire, p.bounds)) for p in pieces
-        ]
+        reducing = deque(
+            _posted(self.reduce_scatter(device, p.x, p.place, op, p.wire, p.bounds))
+            for p in pieces[:_AHEAD]
+        )
         gathering = []
-        for p, reduce in zip(pieces, reducing, strict=True):
-            total = yield from reduce
+        for k, p in enumerate(pieces):
+            total = yield from reducing.popleft()
             gather = self.gather(device, total, p.place, p.out, op, p.wire, p.bounds)
             gathering.append(_posted(gather))
+            for q in pieces[k + _AHEAD : k + _AHEAD + 1]:
+                scatter = self.reduce_scatter(device, q.x, q.place, op, q.wire, q.bounds)
+                reducing.append(_posted(scatter))
         for gather in gathering:
             yield from gather
 
