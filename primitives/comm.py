@@ -188,6 +188,10 @@ class Comm:
         """Tell the peers that this rank makes no more calls."""
         self._notices.leave()
 
+    def left_alone(self) -> bool:
+        """Whether all peers have said that they make no more calls either."""
+        return self._notices.all_gone()
+
     def __enter__(self) -> Self:
         return self
 

@@ -25,6 +25,7 @@ _installed_in = 0
 # The launcher drops what a rank on another host has printed and it has not forwarded yet.
 _FORWARDING = 0.3
 _ABORTING = 5.0
+_LEAVING = 2.0
 
 
 def install() -> None:
@@ -86,8 +87,14 @@ def _abort(why: str) -> None:
 def _on_exit() -> None:
     if not _ours():
         return
-    for comm in list(open_comms):
+    comms = list(open_comms)
+    for comm in comms:
         if comm.queue.broken is not None:
             # MPI's own shutdown waits for the peer that this rank has already waited for.
             _abort(f"its program ended, and a Comm had broken: {comm.queue.broken}")
         comm.leave()
+    # A peer that still needs this rank aborts the job now, which is best not met inside MPI's
+    # shutdown; where all leave, this is over at once.
+    end = time.monotonic() + _LEAVING
+    while time.monotonic() < end and not all(comm.left_alone() for comm in comms):
+        time.sleep(1e-3)

@@ -87,6 +87,11 @@ class NoticeBoard:
         """Tell everybody that this rank's program ends, and after how many calls."""
         self._post(_Kind.LEFT, self._ended, "")
 
+    def all_gone(self) -> bool:
+        """Whether every other rank has left or given up."""
+        self._hear()
+        return len(self._gone) == self.size - 1
+
     def _explain_gone(self, work: Work[Any], gone: dict[int, tuple[_Kind, int, str]]) -> RelaxError:
         left = sorted(r for r, said in gone.items() if said[0] is _Kind.LEFT)
         if left:
