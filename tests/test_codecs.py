@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from roundtrip import decoded, encoded, through
 
 from relaxmpi.primitives.codecs import Cast, Identity, Key, MinMaxUInt8, OneBit, Quantizer
 
@@ -27,22 +28,6 @@ arrays = st.builds(
     st.sampled_from([np.float32, np.float64]),
     st.integers(-4, 3),
 )
-
-
-def encoded(codec, x, **keywords):
-    payload = np.full(codec.nbytes(x.size, x.dtype), 0xA5, np.uint8)
-    codec.encode(x, payload, **keywords)
-    return payload
-
-
-def decoded(codec, payload, like):
-    out = np.full_like(like, np.nan)
-    codec.decode(payload, out)
-    return out
-
-
-def through(codec, x, **keywords):
-    return decoded(codec, encoded(codec, x, **keywords), x)
 
 
 def buckets(codec, x):

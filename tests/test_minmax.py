@@ -2,24 +2,9 @@
 
 import numpy as np
 import pytest
+from roundtrip import encoded, through
 
 from relaxmpi.primitives.codecs import MinMaxUInt8
-
-
-def encoded(codec, x, **keywords):
-    payload = np.full(codec.nbytes(x.size, x.dtype), 0xA5, np.uint8)
-    codec.encode(x, payload, **keywords)
-    return payload
-
-
-def decoded(codec, payload, like):
-    out = np.full_like(like, np.nan)
-    codec.decode(payload, out)
-    return out
-
-
-def through(codec, x, **keywords):
-    return decoded(codec, encoded(codec, x, **keywords), x)
 
 
 def test_minmax_with_a_large_offset():  # check 3

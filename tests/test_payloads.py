@@ -4,6 +4,7 @@ import doctest
 
 import numpy as np
 import pytest
+from roundtrip import decoded, encoded, through
 
 from relaxmpi.primitives import codecs, kernels, philox
 from relaxmpi.primitives.codecs import Cast, Identity, MinMaxUInt8, OneBit, Quantizer
@@ -13,22 +14,6 @@ QUANTIZERS = [Quantizer(bits) for bits in range(2, 9)]
 QUANTIZERS += [Quantizer(3, bucket=8, norm="l2"), Quantizer(4, stochastic=False, seed=1)]
 SIGNS = [OneBit(scale, bucket) for scale in ("l1", "l2") for bucket in (2048, 64)]
 ALL = [Identity(), Cast("fp16"), Cast("bf16"), MinMaxUInt8(), *QUANTIZERS, *SIGNS]
-
-
-def encoded(codec, x, **keywords):
-    payload = np.full(codec.nbytes(x.size, x.dtype), 0xA5, np.uint8)
-    codec.encode(x, payload, **keywords)
-    return payload
-
-
-def decoded(codec, payload, like):
-    out = np.full_like(like, np.nan)
-    codec.decode(payload, out)
-    return out
-
-
-def through(codec, x, **keywords):
-    return decoded(codec, encoded(codec, x, **keywords), x)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 511, 512, 513, 10**6 + 3])

@@ -4,25 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from roundtrip import encoded, through
 
 from relaxmpi.primitives import philox
 from relaxmpi.primitives.codecs import Key, OneBit, Quantizer
-
-
-def encoded(codec, x, **keywords):
-    payload = np.full(codec.nbytes(x.size, x.dtype), 0xA5, np.uint8)
-    codec.encode(x, payload, **keywords)
-    return payload
-
-
-def decoded(codec, payload, like):
-    out = np.full_like(like, np.nan)
-    codec.decode(payload, out)
-    return out
-
-
-def through(codec, x, **keywords):
-    return decoded(codec, encoded(codec, x, **keywords), x)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
