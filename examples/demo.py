@@ -111,10 +111,15 @@ def draw(runs) -> None:
         panels[0].plot(steps * run.bytes_per_step / 1e6, smooth(run), label=title)
         for panel, network in zip(panels[1:], NETWORKS, strict=True):
             panel.plot(steps * seconds(run, network), smooth(run))
-    panels[0].set(xscale="log", xlabel="MB sent by a rank", ylabel="training loss", yscale="log")
+    panels[0].set(
+        xscale="log",
+        xlabel="MB sent by a rank",
+        ylabel="training loss, mean of 10 steps",
+        yscale="log",
+    )
     for panel, network in zip(panels[1:], NETWORKS, strict=True):
         panel.set(xlabel=f"modelled seconds at {network}")
-    panels[0].legend()
+    panels[1].legend(panels[0].get_lines(), list(runs))  # where there is room
     OUT.mkdir(exist_ok=True)
     figure.savefig(OUT / "demo.png", dpi=130)
 
