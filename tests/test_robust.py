@@ -93,7 +93,7 @@ def test_an_error_on_all_ranks_breaks_the_comm_without_a_hang(comm):
 @MANY
 def test_a_long_pause_before_waiting_blames_nobody(comm):
     with rx.Comm.wrap(comm.mpi, timeout=0.5) as hasty:
-        works = [rx.allreduce.start(hasty, np.ones(100_000)) for _ in range(3)]
+        works = [rx.allreduce.start(hasty, np.ones(2_000_000)) for _ in range(3)]
         time.sleep(1.5)
         for work in works:
             assert (work.wait() == comm.size).all()
