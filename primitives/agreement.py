@@ -14,12 +14,13 @@ from hashlib import blake2b
 from typing import NoReturn
 
 import numpy as np
-from mpi4py import MPI
 
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.errors import MismatchError
 from relaxmpi.primitives.stats import Stats
+from relaxmpi.primitives.transport import Request
 from relaxmpi.primitives.work import Flow
+from relaxmpi.primitives.world import Link
 
 __all__ = ["Lane"]
 
@@ -35,22 +36,22 @@ def _hash(what: tuple[Hashable, ...]) -> int:
 
 
 class Lane:
-    """Agreements of one communicator, in order.
+    """Agreements on one link, in order.
 
     A Comm has two: one for calls as they are started, whose agreement may overtake the data of
     earlier calls, and one for primitives inside primitives, which agree when they run.
     """
 
-    def __init__(self, mpi: MPI.Intracomm, ordered: MPI.Intracomm, stats: Stats) -> None:
+    def __init__(self, link: Link, ordered: Link, stats: Stats) -> None:
         # Descriptions are gathered when a flow runs, when later calls may have agreed already:
-        # on a communicator that is only used in the order in which flows run.
-        self._mpi, self._ordered, self._stats = mpi, ordered, stats
+        # on a link that is only used in the order in which flows run.
+        self._link, self._ordered, self._stats = link, ordered, stats
         self._count = 0
         self._spare: list[tuple[np.ndarray, np.ndarray]] = []
 
     def post(self, call: Call) -> Flow[None]:
         """Take part at once; the flow returned completes, or raises, when all ranks have."""
-        if self._mpi.size == 1:
+        if self._link.size == 1:
             return self._alone(call)
         mine, all_ = self._spare.pop() if self._spare else (np.empty(2, "i8"), np.empty(2, "i8"))
         number = self._count
@@ -58,7 +59,7 @@ class Lane:
         refused = "" if call.refusal is None else type(call.refusal).__name__
         code = (_hash((refused, *call.what) if refused else call.what) ^ (number * _GOLDEN)) & _MASK
         mine[0], mine[1] = code, -code
-        request = self._mpi.Iallreduce(mine, all_, MPI.MAX)
+        request = self._link.imax(mine, all_)
         self._stats.header_bytes += 16
         return self._finish(call, number, request, mine, all_)
 
@@ -68,9 +69,9 @@ class Lane:
         yield from ()
 
     def _finish(
-        self, call: Call, number: int, request: MPI.Request, mine: np.ndarray, all_: np.ndarray
+        self, call: Call, number: int, request: Request, mine: np.ndarray, all_: np.ndarray
     ) -> Flow[None]:
-        yield _Asked(request)
+        yield request
         equal = all_[0] == -all_[1]
         self._spare.append((mine, all_))
         if not equal:
@@ -80,8 +81,8 @@ class Lane:
 
     def _disagree(self, call: Call, number: int) -> Flow[NoReturn]:
         said = np.frombuffer(str(call).encode()[:_WIDTH].ljust(_WIDTH), "u1").copy()
-        heard = np.empty((self._mpi.size, _WIDTH), "u1")
-        yield _Asked(self._ordered.Iallgather(said, heard))
+        heard = np.empty((self._link.size, _WIDTH), "u1")
+        yield self._ordered.igather(said, heard)
         by_text: dict[str, list[int]] = {}
         for rank, row in enumerate(heard):
             by_text.setdefault(bytes(row).decode(errors="replace").strip(), []).append(rank)
@@ -90,13 +91,3 @@ class Lane:
             for text, ranks in sorted(by_text.items(), key=lambda item: item[1])
         )
         raise MismatchError(f"the ranks disagree in call {number}: {views}; nothing was moved")
-
-
-class _Asked:
-    __slots__ = ("_request",)
-
-    def __init__(self, request: MPI.Request) -> None:
-        self._request = request
-
-    def test(self) -> bool:
-        return self._request.Test()

@@ -13,7 +13,7 @@ from relaxmpi.primitives.errors import RelaxError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.work import Queue
 
 __all__ = ["Background"]
 
@@ -23,7 +23,7 @@ _PAUSE = 5e-5
 
 
 class Background:
-    """A thread that advances the pending works of one Comm until it is closed.
+    """A thread that advances the pending works of one queue until it is closed.
 
     Example:
         >>> import numpy as np, relaxmpi as rx
@@ -33,7 +33,7 @@ class Background:
         array([1., 1.])
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, queue: Queue) -> None:
         from mpi4py import MPI
 
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -41,9 +41,9 @@ class Background:
                 "background() needs an MPI library at MPI_THREAD_MULTIPLE; this one gave less. "
                 "Call comm.progress() between pieces of computation instead"
             )
-        if comm.queue.filled is not None:
+        if queue.filled is not None:
             raise RelaxError("this Comm has a background thread already")
-        self._queue = comm.queue
+        self._queue = queue
         self._filled = self._queue.filled = threading.Event()
         if not self._queue.idle:
             self._filled.set()

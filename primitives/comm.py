@@ -2,36 +2,35 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections import Counter
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from relaxmpi.primitives.agreement import Lane
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.door import Door
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
+from relaxmpi.primitives.notices import NoticeBoard
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
 from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.work import Flow, Queue, Work, running_queue
+from relaxmpi.primitives.world import Link, World, entered
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from mpi4py import MPI
     from typing_extensions import Self
 
-    from relaxmpi.primitives.background import Background
     from relaxmpi.primitives.hierarchy import Hierarchy
     from relaxmpi.primitives.transport import Transport
 
-__all__ = ["Comm", "open_comms"]
+__all__ = ["Comm"]
 
 T = TypeVar("T")
-
-# Every Comm that was not closed: at exit its peers are told.
-open_comms: set[Comm] = set()
 
 
 class Comm:
@@ -44,7 +43,6 @@ class Comm:
     Attributes:
         rank: This process's number, 0 to size - 1.
         size: Number of ranks.
-        mpi: The mpi4py communicator this Comm was made from, for objects and for MPI's own calls.
         nodes: For each rank, the number of the host it runs on.
         stats: Bytes, messages and seconds waited.
         mark: Told with every call, such as the number of the epoch: ranks that are at different
@@ -53,28 +51,21 @@ class Comm:
             on it, so it is a part of what must be saved and restored.
     """
 
-    def __init__(
-        self, mpi: MPI.Intracomm, settings: Settings, nodes: tuple[int, ...], queue: Queue | None
-    ) -> None:
-        from relaxmpi.primitives.agreement import Lane
-        from relaxmpi.primitives.notices import NoticeBoard
-        from relaxmpi.primitives.transport_mpi import MpiTransport
-
-        self.mpi, self.settings, self.nodes = mpi, settings, nodes
-        self.rank, self.size = mpi.rank, mpi.size
+    def __init__(self, world: World, settings: Settings, queue: Queue | None) -> None:
+        self._world, self.settings = world, settings
+        self.rank, self.size, self.nodes = world.rank, world.size, world.nodes
         self.stats = Stats()
         self.steps: Counter[str] = Counter()
-        data, started, ordered = mpi.Dup(), mpi.Dup(), mpi.Dup()
-        self._private: tuple[MPI.Intracomm, ...] = data, started, ordered
-        self._notices = NoticeBoard(ordered, settings.timeout, settings.warn_after, self.stats)
-        if queue is None:
-            crowded = nodes.count(nodes[self.rank]) > len(os.sched_getaffinity(0))
-            queue = Queue(self.stats, crowded)
-        self.queue = queue
-        open_comms.add(self)
+        data, started, ordered = world.link(), world.link(), world.link()
+        self._links: tuple[Link, ...] = data, started, ordered
+        self._notices = NoticeBoard(
+            world, ordered, settings.timeout, settings.warn_after, self.stats
+        )
+        self.queue = Queue(self.stats, world) if queue is None else queue
+        world.comms.add(self)
         self._started = Lane(started, ordered, self.stats)
         self._inside = Lane(ordered, ordered, self.stats)
-        self._host = MpiTransport(data, settings, self.stats, len(set(nodes)))
+        self._host = data.transport(settings, self.stats, len(set(self.nodes)))
         self._transports: dict[str, Transport] = {}
         self._scratch: dict[tuple[str, str, int], Any] = {}
         self._taken = 0
@@ -93,6 +84,9 @@ class Comm:
             RelaxError: The launcher says that there are several ranks and the MPI library
                 says that there is one: they belong to different MPIs.
         """
+        inside = entered()
+        if inside is not None:
+            return cls(inside, Settings.read(timeout=timeout), None)
         from relaxmpi.primitives.start import world
 
         return cls.wrap(world(), timeout)
@@ -102,8 +96,13 @@ class Comm:
         """Return a new Comm of the ranks of an mpi4py communicator, which stays the caller's."""
         from relaxmpi.primitives.start import prepare
 
-        settings, nodes = prepare(mpi, timeout)
-        return cls(mpi, settings, nodes, None)
+        settings = Settings.read(timeout=timeout)
+        return cls(prepare(mpi, settings), settings, None)
+
+    @property
+    def mpi(self) -> MPI.Intracomm:
+        """The mpi4py communicator this Comm was made from, for objects and MPI's own calls."""
+        return self._world.mpi  # type: ignore[no-any-return]
 
     def split(self, color: int | None, key: int = 0) -> Comm | None:
         """Return the Comm of the ranks that give the same colour, ordered by key, then rank.
@@ -113,23 +112,14 @@ class Comm:
         return self._split(color, key, None)
 
     def _split(self, color: int | None, key: int, queue: Queue | None) -> Comm | None:
-        from mpi4py import MPI
-
         self._meet("split")
-        group = cast(
-            "MPI.Intracomm", self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
-        )
-        if group == MPI.COMM_NULL:
-            return None
-        ranks = MPI.Group.Translate_ranks(group.group, None, self.mpi.group)
-        comm = Comm(group, self.settings, tuple(self.nodes[r] for r in ranks), queue)
-        comm._private = (*comm._private, group)
-        return comm
+        part = self._world.split(color, key)
+        return None if part is None else Comm(part, self.settings, queue)
 
     def dup(self) -> Comm:
         """Return a Comm of the same ranks with a stream of its own."""
         self._meet("dup")
-        return Comm(self.mpi, self.settings, self.nodes, None)
+        return Comm(self._world, self.settings, None)
 
     def by_node(self) -> Hierarchy:
         """Return a Hierarchy: full precision inside a node, codecs on the link between nodes."""
@@ -147,23 +137,21 @@ class Comm:
         """Move what can be moved without waiting; call it between pieces of computation."""
         self.queue.progress()
 
-    def background(self) -> Background:
+    def background(self) -> AbstractContextManager[Any]:
         """Start a thread that makes progress while this one computes; close it, or use `with`.
 
         Raises:
             RelaxError: The MPI library was not started with MPI_THREAD_MULTIPLE.
         """
-        from relaxmpi.primitives.background import Background
-
-        return Background(self)
+        return self._world.background(self.queue)
 
     def now(self) -> float:
         """Return seconds on this world's clock; only differences have a meaning."""
-        return time.perf_counter()
+        return self._world.now()
 
     def compute(self, seconds: float) -> None:
         """Take the time that a computation of `seconds` would take, leaving the cores free."""
-        time.sleep(seconds)
+        self._world.compute(seconds)
 
     def close(self) -> None:
         """Give the private communicators back. Never communicates; a second call does nothing.
@@ -180,9 +168,10 @@ class Comm:
             )
         self.closed = True
         if self.queue.broken is None:
-            open_comms.discard(self)
-            for private in self._private:
-                private.Free()
+            self._world.comms.discard(self)
+            for link in self._links:
+                link.free()
+            self._world.free()
 
     def leave(self) -> None:
         """Tell the peers that this rank makes no more calls."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from relaxmpi.primitives.comm import open_comms
+from relaxmpi.primitives.world_mpi import open_comms
 
 __all__ = ["install"]
 

@@ -38,7 +38,7 @@ class Hierarchy(Comm):
     """
 
     def __init__(self, comm: Comm) -> None:
-        super().__init__(comm.mpi, comm.settings, comm.nodes, None)
+        super().__init__(comm._world, comm.settings, None)
         sizes = Counter(self.nodes)
         self.shares = min(sizes.values())
         self.local = self._part(self.nodes[self.rank])

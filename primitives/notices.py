@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import logging
 import struct
-import time
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any
 
-from mpi4py import MPI
-
 from relaxmpi.primitives.errors import PeerLeft, PeerTimeout, RelaxError
 from relaxmpi.primitives.stats import Stats
+from relaxmpi.primitives.transport import Request
 from relaxmpi.primitives.work import Work
+from relaxmpi.primitives.world import Link, World
 
 __all__ = ["NoticeBoard"]
 
 _log = logging.getLogger("relaxmpi")
-_TAG = 2
 _LAYOUT = struct.Struct("<qq112s")
 _GRACE = 1.0
 
@@ -34,17 +32,19 @@ class _Kind(IntEnum):
 
 
 class NoticeBoard:
-    """The notices of one queue, over a private communicator of all its ranks."""
+    """The notices of one queue, over a private link of all its ranks."""
 
-    def __init__(self, mpi: MPI.Intracomm, timeout: float, warn_after: float, stats: Stats) -> None:
-        self._mpi, self._stats = mpi, stats
-        self.timeout, self.size = timeout, mpi.size
+    def __init__(
+        self, world: World, link: Link, timeout: float, warn_after: float, stats: Stats
+    ) -> None:
+        self._world, self._link, self._stats = world, link, stats
+        self.timeout, self.size = timeout, link.size
         self._begun = self._ended = 0
         self._warn_after = min(warn_after, timeout / 2)
         self._warned = -1
         self._waiting: dict[int, int] = {}
         self._gone: dict[int, tuple[_Kind, int, str]] = {}
-        self._sent: list[tuple[MPI.Request, bytes]] = []
+        self._sent: list[Request] = []
 
     def begin(self) -> int:
         """Count a call that starts and return its number."""
@@ -71,7 +71,7 @@ class NoticeBoard:
             self._post(_Kind.WAITING, work.seq, work.call())
             _log.warning(
                 "rank %d has waited %.3g s in call %d, %s; the timeout is %g s",
-                self._mpi.rank,
+                self._link.rank,
                 waited,
                 work.seq,
                 work.call(),
@@ -97,7 +97,7 @@ class NoticeBoard:
         if left:
             self.give_up(work)
             return PeerLeft(
-                f"rank {self._mpi.rank} waits in call {work.seq}, {work.call()}, but "
+                f"rank {self._link.rank} waits in call {work.seq}, {work.call()}, but "
                 f"{_ranks(left)} ended after {gone[left[0]][1]} calls; every rank must make the "
                 "same calls (an early exit, or fewer batches on one rank?)"
             )
@@ -106,17 +106,17 @@ class NoticeBoard:
 
     def _blame(self, work: Work[Any], why: str) -> RelaxError:
         self.give_up(work)
-        others = set(range(self.size)) - {self._mpi.rank}
-        end = time.perf_counter() + _GRACE
-        while time.perf_counter() < end and not others <= self._heard(work.seq):
-            time.sleep(1e-3)
+        others = set(range(self.size)) - {self._link.rank}
+        end = self._world.now() + _GRACE
+        while self._world.now() < end and not others <= self._heard(work.seq):
+            self._world.pause(1e-3)
             self._hear()
         silent = sorted(others - self._heard(work.seq))
         missing = f"not heard from {_ranks(silent)}" if silent else "all ranks are heard from"
         return PeerTimeout(
-            f"rank {self._mpi.rank} in call {work.seq}, {work.call()}: {why}; {missing}. This Comm "
-            "cannot be used any more; if the peers are only slow, raise Comm.world(timeout=...) "
-            "or RELAXMPI_TIMEOUT"
+            f"rank {self._link.rank} in call {work.seq}, {work.call()}: {why}; {missing}. This "
+            "Comm cannot be used any more; if the peers are only slow, raise "
+            "Comm.world(timeout=...) or RELAXMPI_TIMEOUT"
         )
 
     def _heard(self, seq: int) -> set[int]:
@@ -125,23 +125,21 @@ class NoticeBoard:
 
     def _post(self, kind: _Kind, seq: int, text: str) -> None:
         message = _LAYOUT.pack(kind, seq, text.encode()[:112])
-        for peer in range(self._mpi.size):
-            if peer != self._mpi.rank:
-                self._sent.append((self._mpi.Isend([message, MPI.BYTE], peer, _TAG), message))
+        for peer in range(self.size):
+            if peer != self._link.rank:
+                self._sent.append(self._link.notify(peer, message))
                 self._stats.header_bytes += len(message)
 
     def _hear(self) -> None:
-        status = MPI.Status()
-        self._sent = [(request, text) for request, text in self._sent if not request.Test()]
-        while self._mpi.Iprobe(MPI.ANY_SOURCE, _TAG, status):
-            message = bytearray(_LAYOUT.size)
-            self._mpi.Recv([message, MPI.BYTE], status.source, _TAG)
+        self._sent = [request for request in self._sent if not request.test()]
+        while (found := self._link.heard(_LAYOUT.size)) is not None:
+            source, message = found
             code, seq, text = _LAYOUT.unpack(message)
             if code == _Kind.WAITING:
-                self._waiting[status.source] = seq
+                self._waiting[source] = seq
             else:
                 words = text.rstrip(b"\0").decode(errors="replace")
-                self._gone.setdefault(status.source, (_Kind(code), seq, words))
+                self._gone.setdefault(source, (_Kind(code), seq, words))
 
 
 def _ranks(ranks: Iterable[int]) -> str:

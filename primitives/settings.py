@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 __all__ = ["Settings"]
@@ -41,8 +41,13 @@ class Settings:
             raise ValueError(f"{_PREFIX}RANKS_PER_NODE must not be negative (0 asks the hosts)")
 
     @classmethod
-    def read(cls, environ: Mapping[str, str] = os.environ) -> "Settings":
-        """Read the environment; unknown names and unreadable values are a ValueError."""
+    def read(
+        cls, environ: Mapping[str, str] = os.environ, timeout: float | None = None
+    ) -> "Settings":
+        """Read the environment; unknown names and unreadable values are a ValueError.
+
+        A `timeout` that is given comes before the environment's.
+        """
         kinds: dict[str, Any] = {_PREFIX + f.name.upper(): f for f in fields(cls)}
         given = {}
         for name, text in environ.items():
@@ -56,4 +61,5 @@ class Settings:
             except ValueError:
                 kind = type(field.default).__name__
                 raise ValueError(f"{name} must be a number ({kind}), not {text!r}") from None
-        return cls(**given)
+        settings = cls(**given)
+        return settings if timeout is None else replace(settings, timeout=timeout)

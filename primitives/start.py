@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +13,8 @@ from relaxmpi.primitives.settings import Settings
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from relaxmpi.primitives.world_mpi import MpiWorld
 
 __all__ = ["prepare", "world"]
 
@@ -36,16 +37,14 @@ def world() -> MPI.Intracomm:
     return MPI.COMM_WORLD
 
 
-def prepare(mpi: MPI.Intracomm, timeout: float | None) -> tuple[Settings, tuple[int, ...]]:
-    """Read the settings, see that they agree, and find out which ranks share a host."""
+def prepare(mpi: MPI.Intracomm, settings: Settings) -> MpiWorld:
+    """Return the World of these ranks: see that settings agree, and find out who shares a host."""
     from mpi4py import MPI
 
     from relaxmpi.primitives.exits import install
+    from relaxmpi.primitives.world_mpi import MpiWorld
 
     install()
-    settings = Settings.read()
-    if timeout is not None:
-        settings = replace(settings, timeout=timeout)
     _meet(mpi, settings.timeout)
     layout = np.array([settings.max_message, settings.segment, settings.ranks_per_node], "i8")
     all_ = np.empty((mpi.size, layout.size), "i8")
@@ -56,14 +55,14 @@ def prepare(mpi: MPI.Intracomm, timeout: float | None) -> tuple[Settings, tuple[
             f"all ranks; they are {all_.tolist()}"
         )
     if settings.ranks_per_node:
-        return settings, tuple(r // settings.ranks_per_node for r in range(mpi.size))
+        return MpiWorld(mpi, tuple(r // settings.ranks_per_node for r in range(mpi.size)))
     host = mpi.Split_type(MPI.COMM_TYPE_SHARED)
     first = np.array([MPI.Group.Translate_ranks(host.group, [0], mpi.group)[0]], "i8")
     host.Free()
     firsts = np.empty(mpi.size, "i8")
     mpi.Allgather(first, firsts)
     order = sorted(set(firsts.tolist()))
-    return settings, tuple(order.index(f) for f in firsts.tolist())
+    return MpiWorld(mpi, tuple(order.index(f) for f in firsts.tolist()))
 
 
 def _meet(mpi: MPI.Intracomm, timeout: float) -> None:

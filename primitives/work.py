@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, Generic, Protocol, TypeVar
@@ -13,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
 from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.transport import Request
+from relaxmpi.primitives.world import World
 
 __all__ = ["Flow", "Patience", "Queue", "Work", "running_queue"]
 
@@ -21,15 +20,9 @@ Flow = Generator[Request, None, T]
 
 _log = logging.getLogger("relaxmpi")
 _here = threading.local()
-# Sleeping costs a wake-up per step of a collective; yielding costs nobody who has work to do.
-_SPIN = 1e-2
-_ALONE = 1e-4
-_LONGEST_SLEEP = 5e-4
 _WATCH_EVERY = 1e-3
+_WORTH_WATCHING = 1e-2
 _LONGEST_LOOK = 0.1
-
-# Whatever MPI may still write to when a Comm broke: kept until the process ends.
-_kept: list[object] = []
 
 
 def running_queue() -> Queue | None:
@@ -83,7 +76,7 @@ class Work(Generic[T]):
 
     def post(self) -> None:
         """Begin to wait for something new."""
-        self.posted, self.waited = time.perf_counter(), 0.0
+        self.posted, self.waited = self._queue.now(), 0.0
 
     def test(self) -> bool:
         """Make progress and say whether the work is done, well or badly; never blocks."""
@@ -170,12 +163,11 @@ class Patience(Protocol):
 class Queue:
     """Flows in start order, one advancing at a time, under one lock."""
 
-    def __init__(self, stats: Stats, crowded: bool) -> None:
+    def __init__(self, stats: Stats, world: World) -> None:
         self._works: deque[Work[Any]] = deque()
         self._lock = threading.Lock()
-        self._stats = stats
-        # Where every rank has a core, giving it away while the peer answers only costs.
-        self._spin = 0.0 if crowded else _ALONE
+        self._stats, self._world = stats, world
+        self.now = world.now
         self._watched = 0.0
         self.broken: RelaxError | None = None
         self.filled: threading.Event | None = None
@@ -209,6 +201,7 @@ class Queue:
         with self._lock:
             self._advance()
             self._watch()
+        self._world.polled()
 
     def wait(self, work: Work[Any], timeout: float | None) -> None:
         """Drive the queue until `work` is done, the time is over or the queue breaks."""
@@ -217,8 +210,7 @@ class Queue:
                 f"{work.call()}: a blocking call inside a primitive would wait for itself; "
                 "write `yield from verb.flow(...)` there"
             )
-        begin = time.perf_counter()
-        pause = 2e-5
+        begin = self.now()
         while not work._done:
             with self._lock:
                 self._advance()
@@ -228,12 +220,8 @@ class Queue:
             waited = now - begin
             if timeout is not None and waited > timeout:
                 raise TimeoutError(f"{work.call()} was not done after {timeout:g} s; still pending")
-            if waited > _SPIN:
-                time.sleep(pause)
-                pause = min(pause * 1.5, _LONGEST_SLEEP)
-            elif waited >= self._spin:
-                os.sched_yield()
-        self._stats.waited += time.perf_counter() - begin
+            self._world.rest(self, waited, timeout)
+        self._stats.waited += self.now() - begin
 
     def _advance(self) -> None:
         works = self._works
@@ -250,7 +238,7 @@ class Queue:
         """Break, because a call ended in the middle on this rank; the others must hear of it."""
         work.patience.give_up(work)
         # The traceback keeps the memory alive that messages under way may still be written to.
-        _kept.append(error)
+        self._world.keep(error)
         self._break(
             BrokenComm(
                 f"{work.call()} failed in the middle on this rank ({type(error).__name__}: "
@@ -265,21 +253,21 @@ class Queue:
 
         Only time in which this rank looks counts: a peer must not be blamed for a pause here.
         """
-        now = time.perf_counter()
+        now = self.now()
         if now - self._watched > _WATCH_EVERY and self._works:
             head = self._works[0]
             head.waited += min(now - max(self._watched, head.posted), _LONGEST_LOOK)
             self._watched = now
-            if head.waited > _SPIN:
+            if head.waited > _WORTH_WATCHING:
                 error = head.patience.look(head)
                 if error is not None:
                     self._works.popleft()._fail(error)
-                    _kept.append(head)
+                    self._world.keep(head)
                     self._break(error)
         return now
 
     def _break(self, error: RelaxError) -> None:
-        _kept.extend(self._works)
+        self._world.keep(self._works)
         self.broken = error
         works, self._works = self._works, deque()
         for work in works:

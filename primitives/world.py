@@ -1,0 +1,105 @@
+"""Where ranks live: MPI processes, or threads on a simulated network. A Comm stands on a World."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
+
+from relaxmpi.primitives.transport import Request, Transport
+
+if TYPE_CHECKING:
+    import contextlib
+
+    from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.settings import Settings
+    from relaxmpi.primitives.stats import Stats
+    from relaxmpi.primitives.work import Queue
+
+__all__ = ["Link", "World", "enter", "entered"]
+
+_here = threading.local()
+
+
+class Link(Protocol):
+    """A private lane between the ranks of a World: what is said here meets nothing else."""
+
+    rank: int
+    size: int
+
+    def imax(self, mine: Any, all_: Any) -> Request:
+        """Start to fill `all_` with the element-wise maximum of all ranks' int64 `mine`."""
+
+    def igather(self, mine: Any, all_: Any) -> Request:
+        """Start to fill row r of `all_` with the bytes of rank r's `mine`."""
+
+    def notify(self, peer: int, message: bytes) -> Request:
+        """Send a short message that arrives without the peer's help; keeps it alive."""
+
+    def heard(self, length: int) -> tuple[int, bytes] | None:
+        """Return the sender and text of a message that has arrived, if there is one."""
+
+    def transport(self, settings: Settings, stats: Stats, nodes: int) -> Transport:
+        """Return what moves arrays of host memory here, between ranks on so many nodes."""
+
+    def free(self) -> None:
+        """Give it back; nothing is under way."""
+
+
+class World(Protocol):
+    """Ranks that can reach each other, and the clock they share.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+        nodes: For each rank, the number of the host it runs on.
+        comms: Comms of this process or simulated rank that are open, for its exit.
+    """
+
+    rank: int
+    size: int
+    nodes: tuple[int, ...]
+    comms: set[Comm]
+
+    @property
+    def mpi(self) -> Any:
+        """The mpi4py communicator of these ranks; RelaxError where there is none."""
+
+    def link(self) -> Link:
+        """Return a new private lane of all ranks; collective."""
+
+    def split(self, color: int | None, key: int) -> World | None:
+        """Return the World of the ranks with the same colour, ordered by key; collective."""
+
+    def free(self) -> None:
+        """Give back what `split` made."""
+
+    def now(self) -> float:
+        """Return seconds; only differences have a meaning."""
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass."""
+
+    def compute(self, seconds: float) -> None:
+        """Take the time that a computation of `seconds` takes."""
+
+    def polled(self) -> None:
+        """Take note that this rank has looked whether something had moved."""
+
+    def rest(self, queue: Queue, waited: float, timeout: float | None) -> None:
+        """Let others run: after `waited` of at most `timeout` seconds the head has not moved."""
+
+    def keep(self, something: Any) -> None:
+        """Keep what a message under way may still write to, although nobody waits for it."""
+
+    def background(self, queue: Queue) -> contextlib.AbstractContextManager[Any]:
+        """Return the running thread that advances `queue` while this one computes."""
+
+
+def enter(world: World | None) -> None:
+    """Make this thread a rank of a World that is not MPI's; None takes it back."""
+    _here.world = world
+
+
+def entered() -> World | None:
+    """Return the World that this thread is a rank of, unless it is MPI's."""
+    return getattr(_here, "world", None)

@@ -1,0 +1,146 @@
+"""The World of MPI processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, cast
+
+from mpi4py import MPI
+
+from relaxmpi.primitives.transport import Request
+from relaxmpi.primitives.transport_mpi import MpiTransport
+
+if TYPE_CHECKING:
+    from relaxmpi.primitives.background import Background
+    from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.settings import Settings
+    from relaxmpi.primitives.stats import Stats
+    from relaxmpi.primitives.work import Queue
+
+__all__ = ["MpiWorld", "open_comms"]
+
+_NOTICE = 2
+
+# Sleeping costs a wake-up per step of a collective; yielding costs nobody who has work to do.
+_SPIN = 1e-2
+# Where every rank has a core, giving it away while the peer answers only costs.
+_ALONE = 1e-4
+_SLEEP = 2e-3  # of the time waited so far
+_LONGEST_SLEEP = 5e-4
+
+# Every Comm that was not closed: at exit its peers are told.
+open_comms: set[Comm] = set()
+
+# Whatever MPI may still write to when a Comm broke: kept until the process ends.
+_kept: list[object] = []
+
+
+class _Asked:
+    __slots__ = ("_data", "_request")
+
+    def __init__(self, request: MPI.Request, data: Any) -> None:
+        self._request, self._data = request, data
+
+    def test(self) -> bool:
+        return self._request.Test()
+
+
+class MpiLink:
+    """A duplicate of a communicator."""
+
+    def __init__(self, mpi: MPI.Intracomm) -> None:
+        self._mpi = mpi.Dup()
+        self.rank, self.size = mpi.rank, mpi.size
+
+    def imax(self, mine: Any, all_: Any) -> Request:
+        """See `Link`."""
+        return _Asked(self._mpi.Iallreduce(mine, all_, MPI.MAX), (mine, all_))
+
+    def igather(self, mine: Any, all_: Any) -> Request:
+        """See `Link`."""
+        return _Asked(self._mpi.Iallgather(mine, all_), (mine, all_))
+
+    def notify(self, peer: int, message: bytes) -> Request:
+        """See `Link`."""
+        return _Asked(self._mpi.Isend([message, MPI.BYTE], peer, _NOTICE), message)
+
+    def heard(self, length: int) -> tuple[int, bytes] | None:
+        """See `Link`."""
+        status = MPI.Status()
+        if not self._mpi.Iprobe(MPI.ANY_SOURCE, _NOTICE, status):
+            return None
+        message = bytearray(length)
+        self._mpi.Recv([message, MPI.BYTE], status.source, _NOTICE)
+        return status.source, bytes(message)
+
+    def transport(self, settings: Settings, stats: Stats, nodes: int) -> MpiTransport:
+        """See `Link`."""
+        return MpiTransport(self._mpi, settings, stats, nodes)
+
+    def free(self) -> None:
+        """See `Link`."""
+        self._mpi.Free()
+
+
+class MpiWorld:
+    """The ranks of an mpi4py communicator."""
+
+    comms = open_comms
+
+    def __init__(self, mpi: MPI.Intracomm, nodes: tuple[int, ...], *, owned: bool = False) -> None:
+        self.mpi, self.nodes, self._owned = mpi, nodes, owned
+        self.rank, self.size = mpi.rank, mpi.size
+
+    @cached_property
+    def _patient(self) -> float:
+        """Seconds to look without giving the core away."""
+        crowded = self.nodes.count(self.nodes[self.rank]) > len(os.sched_getaffinity(0))
+        return 0.0 if crowded else _ALONE
+
+    def link(self) -> MpiLink:
+        """See `World`."""
+        return MpiLink(self.mpi)
+
+    def split(self, color: int | None, key: int) -> MpiWorld | None:
+        """See `World`."""
+        group = cast(
+            "MPI.Intracomm", self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        )
+        if group == MPI.COMM_NULL:
+            return None
+        ranks = MPI.Group.Translate_ranks(group.group, None, self.mpi.group)
+        return MpiWorld(group, tuple(self.nodes[r] for r in ranks), owned=True)
+
+    def free(self) -> None:
+        """See `World`."""
+        if self._owned:
+            self.mpi.Free()
+
+    now = staticmethod(time.perf_counter)
+    pause = staticmethod(time.sleep)
+
+    def compute(self, seconds: float) -> None:
+        """Sleep as long as the computation takes, leaving the cores free."""
+        time.sleep(seconds)
+
+    def polled(self) -> None:
+        """Real time passes by itself."""
+
+    def rest(self, queue: Queue, waited: float, timeout: float | None) -> None:
+        """Look on, then yield, then sleep."""
+        if waited > _SPIN:
+            time.sleep(min(_SLEEP * waited, _LONGEST_SLEEP))
+        elif waited >= self._patient:
+            os.sched_yield()
+
+    def keep(self, something: Any) -> None:
+        """See `World`."""
+        _kept.append(something)
+
+    def background(self, queue: Queue) -> Background:
+        """See `World`."""
+        from relaxmpi.primitives.background import Background
+
+        return Background(queue)
