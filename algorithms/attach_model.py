@@ -157,10 +157,10 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor
                     yield f"{key} of parameter {i} in group {g}", value
 
 
-def moved(comm: Comm) -> Stats:
+def moved(comms: list[Comm]) -> Stats:
     """Return what this rank has sent so far; a Hierarchy sends inside and between nodes."""
-    parts = [comm.local, comm.cross] if isinstance(comm, Hierarchy) else []
-    stats = [comm.stats, *(part.stats for part in parts if part is not None)]
+    parts = [p for c in comms if isinstance(c, Hierarchy) for p in (c.local, c.cross)]
+    stats = [comm.stats for comm in (*comms, *parts) if comm is not None]
     return Stats(*map(sum, zip(*map(astuple, stats), strict=True)))
 
 

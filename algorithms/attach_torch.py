@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ from relaxmpi.algorithms.base import Algorithm, Bound
 from relaxmpi.primitives import MAX, Comm, RelaxError, allreduce, buckets_of
 
 __all__ = ["Sync", "SyncStats", "attach"]
+
+# Buckets under way at once: while the tail of one is gathered the next is reduced.
+_STREAMS = 2
 
 _TWICE = (
     "{} got another gradient while its bucket was on its way or already averaged: call "
@@ -125,7 +129,7 @@ class Sync:
     once, in bucket order, so that all ranks make the same calls whatever arrives first.
 
     Attributes:
-        comm: The private Comm of the gradients.
+        comm: The private Comm of the first bucket, whose `progress()` moves all of them.
         bound: The algorithm's state, one a bucket.
     """
 
@@ -145,14 +149,17 @@ class Sync:
         sizes = [p.numel() * p.element_size() for _, p in backwards]
         kinds = [(p.dtype, p.device) for _, p in backwards]
         groups = buckets_of(sizes, bucket_bytes, kinds=kinds, first=first_bucket_bytes)
+        self._streams = [comm, *(comm.dup(together=True) for _ in groups[1:_STREAMS])]
+        for stream in self._streams:
+            stream.rehearsed = True  # `attaching` has agreed on the buckets; their order is fixed
         self._parts = [
-            Part(self, [backwards[i] for i in group], algorithm, comm, f"bucket {b}")
-            for b, group in enumerate(groups)
+            Part(self, [backwards[i] for i in group], algorithm, stream, f"bucket {b}")
+            for b, (group, stream) in enumerate(zip(groups, cycle(self._streams)))
         ]
         self._slots = [slot for part in self._parts for slot in part.slots]
         self._started = 0
         self.paused = False
-        self._steps, self._begin = 0, moved(comm)
+        self._steps, self._begin = 0, moved(self._streams)
         self._windows = 0
         self._ours = {id(slot.param) for slot in self._slots}
         self._hooks: list[Any] = [
@@ -193,7 +200,8 @@ class Sync:
     def _close_window(self) -> None:
         self._started = 0
         self._windows += 1
-        self.comm.mark = f"window {self._windows}"  # ranks in different windows are noticed
+        for stream in self._streams:
+            stream.mark = f"window {self._windows}"  # ranks in different windows are noticed
         for part in self._parts:
             part.open()
 
@@ -239,7 +247,7 @@ class Sync:
 
     def stats(self) -> SyncStats:
         """Return what synchronisation cost since `attach`, on average a step."""
-        now, begin, steps = moved(self.comm), self._begin, max(self._steps, 1)
+        now, begin, steps = moved(self._streams), self._begin, max(self._steps, 1)
         return SyncStats(
             self._steps,
             (now.payload_bytes - begin.payload_bytes) / steps,
@@ -271,8 +279,8 @@ class Sync:
         for slot in self._slots:
             if slot.param.grad is slot.view:
                 slot.param.grad = slot.view.clone()
-        self.comm.close()
-        self._control.close()
+        for stream in (*self._streams, self._control):
+            stream.close()
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

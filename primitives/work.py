@@ -161,16 +161,24 @@ class Patience(Protocol):
 
 
 class Queue:
-    """Flows in start order, one advancing at a time, under one lock."""
+    """Flows in start order, one advancing at a time, under one lock.
 
-    def __init__(self, stats: Stats, world: World) -> None:
+    Args:
+        stats: Where the time spent waiting is counted.
+        world: Whose clock runs.
+        beside: A queue to share the lock with: whoever moves or waits for one moves both.
+    """
+
+    def __init__(self, stats: Stats, world: World, beside: Queue | None = None) -> None:
         self._works: deque[Work[Any]] = deque()
-        self._lock = threading.Lock()
+        self._lock: threading.Lock = threading.Lock() if beside is None else beside._lock
         self._stats, self._world = stats, world
-        self.now = world.now
+        self.now: Callable[[], float] = world.now
         self._watched = 0.0
         self.broken: RelaxError | None = None
         self.filled: threading.Event | None = None
+        self.together: list[Queue] = [] if beside is None else beside.together
+        self.together.append(self)
 
     def __len__(self) -> int:
         return len(self._works)
@@ -190,22 +198,34 @@ class Queue:
         with self._lock:
             self._works.append(work)
             self._advance()
-        if self.filled is not None and not work._done:
-            self.filled.set()
+        if not work._done:
+            for queue in self.together:
+                if queue.filled is not None:
+                    queue.filled.set()
         return work
+
+    def close(self) -> None:
+        """Leave the queues that move together."""
+        with self._lock:
+            if self in self.together:
+                self.together.remove(self)
+
+    def inside(self) -> bool:
+        """Whether this thread is advancing a flow of this queue, or of one that moves with it."""
+        running = running_queue()
+        return running is not None and running.together is self.together
 
     def progress(self) -> None:
         """Advance whatever can move; never blocks on a peer."""
-        if running_queue() is self:
+        if self.inside():
             return
         with self._lock:
-            self._advance()
-            self._watch()
+            self._move()
         self._world.polled()
 
     def wait(self, work: Work[Any], timeout: float | None) -> None:
         """Drive the queue until `work` is done, the time is over or the queue breaks."""
-        if running_queue() is self:
+        if self.inside():
             raise RelaxError(
                 f"{work.call()}: a blocking call inside a primitive would wait for itself; "
                 "write `yield from verb.flow(...)` there"
@@ -213,15 +233,20 @@ class Queue:
         begin = self.now()
         while not work._done:
             with self._lock:
-                self._advance()
-                now = self._watch()
+                self._move()
             if work._done:
                 break
-            waited = now - begin
+            waited = self.now() - begin
             if timeout is not None and waited > timeout:
                 raise TimeoutError(f"{work.call()} was not done after {timeout:g} s; still pending")
             self._world.rest(self, waited, timeout)
         self._stats.waited += self.now() - begin
+
+    def _move(self) -> None:
+        for queue in self.together:
+            if queue._works:
+                queue._advance()
+                queue._watch()
 
     def _advance(self) -> None:
         works = self._works
@@ -248,7 +273,7 @@ class Queue:
         if not isinstance(error, Exception):
             raise error
 
-    def _watch(self) -> float:
+    def _watch(self) -> None:
         """Now and then, ask whether the head has waited too long.
 
         Only time in which this rank looks counts: a peer must not be blamed for a pause here.
@@ -264,7 +289,6 @@ class Queue:
                     self._works.popleft()._fail(error)
                     self._world.keep(head)
                     self._break(error)
-        return now
 
     def _break(self, error: RelaxError) -> None:
         self._world.keep(self._works)
