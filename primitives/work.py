@@ -108,23 +108,21 @@ class Work(Generic[T]):
 
     def _advance(self) -> bool:
         """Run the flow until it ends (True) or must wait for its request (False)."""
-        before, _here.queue = running_queue(), self._queue
-        try:
-            while True:
+        while True:
+            failed = None
+            if self._request is not None:
                 try:
-                    if self._request is not None and not self._request.test():
+                    if not self._request.test():
                         return False
-                    failed = None
                 except Exception as error:
                     if not hasattr(error, "Get_error_class"):
                         raise  # a signal handler's: the flow stays as it is
                     failed = error
-                if self._run(failed):
-                    return True
-        finally:
-            _here.queue = before
+            if self._run(failed):
+                return True
 
     def _run(self, failed: Exception | None) -> bool:
+        before, _here.queue = running_queue(), self._queue
         try:
             self._request = next(self._flow) if failed is None else self._flow.throw(failed)
         except StopIteration as stop:
@@ -134,6 +132,8 @@ class Work(Generic[T]):
         else:
             self.post()
             return False
+        finally:
+            _here.queue = before
         self._done = True
         self.patience.end()
         return True
@@ -233,20 +233,23 @@ class Queue:
         begin = self.now()
         while not work._done:
             with self._lock:
-                self._move()
+                waited = self._move() - begin
             if work._done:
                 break
-            waited = self.now() - begin
             if timeout is not None and waited > timeout:
                 raise TimeoutError(f"{work.call()} was not done after {timeout:g} s; still pending")
             self._world.rest(self, waited, timeout)
         self._stats.waited += self.now() - begin
 
-    def _move(self) -> None:
+    def _move(self) -> float:
         for queue in self.together:
             if queue._works:
                 queue._advance()
-                queue._watch()
+        now = self.now()
+        for queue in self.together:
+            if queue._works and now - queue._watched > _WATCH_EVERY:
+                queue._watch(now)
+        return now
 
     def _advance(self) -> None:
         works = self._works
@@ -273,22 +276,20 @@ class Queue:
         if not isinstance(error, Exception):
             raise error
 
-    def _watch(self) -> None:
-        """Now and then, ask whether the head has waited too long.
+    def _watch(self, now: float) -> None:
+        """Ask whether the head has waited too long.
 
         Only time in which this rank looks counts: a peer must not be blamed for a pause here.
         """
-        now = self.now()
-        if now - self._watched > _WATCH_EVERY and self._works:
-            head = self._works[0]
-            head.waited += min(now - max(self._watched, head.posted), _LONGEST_LOOK)
-            self._watched = now
-            if head.waited > _WORTH_WATCHING:
-                error = head.patience.look(head)
-                if error is not None:
-                    self._works.popleft()._fail(error)
-                    self._world.keep(head)
-                    self._break(error)
+        head = self._works[0]
+        head.waited += min(now - max(self._watched, head.posted), _LONGEST_LOOK)
+        self._watched = now
+        if head.waited > _WORTH_WATCHING:
+            error = head.patience.look(head)
+            if error is not None:
+                self._works.popleft()._fail(error)
+                self._world.keep(head)
+                self._break(error)
 
     def _break(self, error: RelaxError) -> None:
         self._world.keep(self._works)
