@@ -310,6 +310,7 @@ def test_a_stream_inside_the_flow_of_one_beside_it_is_refused(comm):
         assert rx.allreduce(comm, 1) == comm.size
 
 
+@pytest.mark.ranks(1, 2)
 def test_closed_streams_leave_the_others_alone(comm):
     with comm.dup() as first:
         second = first.dup(together=True)
