@@ -18,6 +18,9 @@ from relaxmpi.primitives.feedback import ErrorFeedback
 from relaxmpi.primitives.hierarchy import Hierarchy
 from relaxmpi.primitives.ops import MAX, MEAN, MIN, SUM, Op
 from relaxmpi.primitives.primitive import primitive
+from relaxmpi.primitives.simulation import faults
+from relaxmpi.primitives.simulation.network import Network
+from relaxmpi.primitives.simulation.simulated import SimulatedWorld
 from relaxmpi.primitives.verbs import (
     allgather,
     allreduce,
@@ -45,6 +48,7 @@ __all__ = [
     "Key",
     "MinMaxUInt8",
     "MismatchError",
+    "Network",
     "NonFiniteError",
     "OneBit",
     "Op",
@@ -52,6 +56,7 @@ __all__ = [
     "PeerTimeout",
     "Quantizer",
     "RelaxError",
+    "SimulatedWorld",
     "Work",
     "allgather",
     "allreduce",
@@ -59,6 +64,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "buckets_of",
+    "faults",
     "primitive",
     "reduce_scatter",
     "register",
