@@ -16,6 +16,7 @@ from relaxmpi.primitives.simulation.channel import (
     Receive,
     Ticket,
 )
+from relaxmpi.primitives.simulation.exchange import Exchange
 from relaxmpi.primitives.transport import Every, Request
 
 if TYPE_CHECKING:
@@ -41,19 +42,22 @@ class SimulatedTransport:
         self.channel, self._rank = channel, world.rank
         self._stats, self._me = stats, world.me
         self._network, self._fabric = channel.fabric.network, channel.fabric
-        self._nodes = nodes
+        self._nodes, self._exchanges = nodes, 0
         longest = settings.max_message
         self._piece = min(settings.segment, longest) if nodes > 1 else longest
 
     def parcel(self, data: Any) -> Parcel:
         """Make a message of the bytes of `data`, and count it."""
         raw = data.view(np.uint8)
-        self._stats.payload_bytes += raw.size
-        self._stats.messages += 1
+        self._count(raw.size)
         size = raw.size * self._network.scale
         pieces = max(1, math.ceil(size / self._piece))
         eager = min(size, self._piece) <= self._network.eager
         return Parcel(raw.copy(), size, pieces, None if eager else Ticket(self._me))
+
+    def _count(self, size: int) -> None:
+        self._stats.payload_bytes += size
+        self._stats.messages += 1
 
     def isend(self, data: Any, dest: int) -> Request:
         """Start sending the bytes of `data`, which are copied now."""
@@ -100,6 +104,27 @@ class SimulatedTransport:
                 parcel = parcel._replace(sent=ticket)
             self.channel.pipe(self._rank, dest, tree=True).send(parcel, time)
         return tickets
+
+    def exchange(self, payloads: dict[int, Any], expected: int) -> Exchange:
+        """Send one message each to some ranks, and receive `expected` ones: one event for all.
+
+        Every rank of the communicator takes part. Where two ranks get the same array it is
+        copied once, and they read that copy.
+        """
+        copies: dict[int, Parcel] = {}
+        parcels = {}
+        for dest, data in payloads.items():
+            parcel = copies.get(id(data))
+            if parcel is None:
+                parcel = copies[id(data)] = self.parcel(data)._replace(data=data.copy())
+            else:
+                self._count(data.nbytes)
+            parcels[dest] = parcel
+        exchange = Exchange(self.channel, self._me, self._rank, expected)
+        if not self._me.dead:
+            self._exchanges += 1
+            exchange.start(self._exchanges, parcels)
+        return exchange
 
     def sums(self, data: Any, dtype: str, op: Op) -> bool:
         """False: what MPI's own reductions add in which order, nobody knows."""

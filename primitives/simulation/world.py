@@ -11,6 +11,7 @@ from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
 from relaxmpi.primitives.simulation.channel import Channel, Ticket
 from relaxmpi.primitives.simulation.faults import draw
+from relaxmpi.primitives.simulation.grouped import GroupedSchedule
 from relaxmpi.primitives.simulation.link import SimulatedLink
 from relaxmpi.primitives.transport import Every
 
@@ -253,6 +254,8 @@ class RankWorld:
 
     def schedule(self, comm: Comm) -> FlatSchedule:
         """See `World`."""
+        if self.size > self._group.grouped_above and not self._fabric.fates.of_messages:
+            return GroupedSchedule(comm)
         return FlatSchedule(comm)
 
 
