@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,7 @@ class Exchange(Ticket):
         fabric.grouped += len(parcels)
         part = _Part(parcels, begin, rank.clock, slowness)
         self._meeting = self._channel.meet("exchange", number, self._me, self, part, _close)
+        self.done = not self.expected
 
     def arrive(self, time: float, tail: float) -> None:
         """All messages for this rank have arrived; `tail` is left for its processor to do."""
@@ -107,14 +109,14 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
         begin = inject.copy()
         for mask, port, links in (
             (~near, node[source], fabric.up),
-            (near, index[source], fabric._out),
+            (near, index[source], fabric.out),
         ):
             _queue(mask, port, inject, takes_up, links, begin)
         first, last = begin + latency, begin + takes_up + latency
         begin = first.copy()
         for mask, port, links in (
             (~near, node[dest], fabric.down),
-            (near, index[dest], fabric._in),
+            (near, index[dest], fabric.into),
         ):
             _queue(mask, port, first, takes_down, links, begin)
         arrive = np.maximum(begin + takes_down, last)
@@ -144,7 +146,7 @@ def _runs(sorted_: Any) -> list[tuple[int, int, int]]:
     if not len(sorted_):
         return []
     cuts = [0, *(np.flatnonzero(np.diff(sorted_)) + 1).tolist(), len(sorted_)]
-    return [(int(sorted_[lo]), lo, hi) for lo, hi in zip(cuts, cuts[1:], strict=False)]
+    return [(int(sorted_[lo]), lo, hi) for lo, hi in pairwise(cuts)]
 
 
 def _queue(mask: Any, port: Any, asks: Any, takes: Any, links: list[float], begin: Any) -> None:

@@ -62,7 +62,7 @@ class Fabric:
         n, hosts = len(nodes), max(nodes) + 1
         self._shared = [nodes.count(node) > 1 for node in range(hosts)]
         self.up, self.down = [0.0] * hosts, [0.0] * hosts
-        self._out, self._in = [0.0] * n, [0.0] * n
+        self.out, self.into = [0.0] * n, [0.0] * n
         self.sent = self.duplicated = self.received = self.discarded = self.dropped = 0
         self.grouped = 0  # messages of exchanges that are handed in, but not out
 
@@ -110,7 +110,7 @@ class Fabric:
         """The first byte asks for the link up."""
         net, here = self.network, self.nodes[flight.source]
         if here == self.nodes[flight.dest]:
-            port, links, latency = flight.source, self._out, net.local_latency
+            port, links, latency = flight.source, self.out, net.local_latency
             takes = flight.size / net.local_bandwidth
         else:
             port, links, latency = here, self.up, net.latency
@@ -126,7 +126,7 @@ class Fabric:
             return
         net, there = self.network, self.nodes[flight.dest]
         if there == self.nodes[flight.source]:
-            port, links, takes = flight.dest, self._in, flight.size / net.local_bandwidth
+            port, links, takes = flight.dest, self.into, flight.size / net.local_bandwidth
         else:
             port, links = there, self.down
             takes = net.wire_bytes(flight.size) / net.down_bandwidth

@@ -43,9 +43,9 @@ class GroupedSchedule(FlatSchedule):
         }
         exchange = transport.exchange(payloads, n - 1 if hi > lo else 0)
         total = wire.total(place)
+        yield exchange
         if hi > lo:
             mine = wire.pack(x, lo, hi)
-            yield exchange
             so_far = wire.first(exchange.take(0) if me else mine, total)
             for r in range(1, n):
                 # In place, this rank's numbers lie in `total` until they have been folded.

@@ -50,6 +50,8 @@ class SimulatedWorld:
     ) -> None:
         if n < 1 or ranks_per_node < 1:
             raise ValueError("a world needs one rank or more, and one or more per node")
+        if not 0.0 <= jitter < float("inf"):
+            raise ValueError(f"jitter must be zero or more, not {jitter!r}")
         self.n, self.network = n, Network() if network is None else network
         self.faults, self.seed, self.jitter = tuple(faults), seed, jitter
         self.nodes = tuple(rank // ranks_per_node for rank in range(n))

@@ -116,7 +116,8 @@ class SimulatedTransport:
         for dest, data in payloads.items():
             parcel = copies.get(id(data))
             if parcel is None:
-                parcel = copies[id(data)] = self.parcel(data)._replace(data=data.copy())
+                parcel = self.parcel(data)
+                parcel = copies[id(data)] = parcel._replace(data=parcel.data.view(data.dtype))
             else:
                 self._count(data.nbytes)
             parcels[dest] = parcel
