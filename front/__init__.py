@@ -12,6 +12,7 @@ _HOME = {
         "Comm Hierarchy Work primitive "
         "allreduce reduce_scatter allgather broadcast alltoall barrier SUM MEAN MAX MIN Op "
         "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit TopK ErrorFeedback Bucket buckets_of "
+        "SimulatedWorld Network faults "
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),
     "relaxmpi.algorithms": "Algorithm Bound SGD QSGD ByteGrad attach Sync SyncStats".split(),

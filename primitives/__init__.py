@@ -27,6 +27,9 @@ from relaxmpi.primitives.feedback import ErrorFeedback
 from relaxmpi.primitives.hierarchy import Hierarchy
 from relaxmpi.primitives.ops import MAX, MEAN, MIN, SUM, Op
 from relaxmpi.primitives.primitive import primitive
+from relaxmpi.primitives.simulation import faults
+from relaxmpi.primitives.simulation.network import Network
+from relaxmpi.primitives.simulation.simulated import SimulatedWorld
 from relaxmpi.primitives.verbs import (
     allgather,
     allreduce,
@@ -54,6 +57,7 @@ __all__ = [
     "Key",
     "MinMaxUInt8",
     "MismatchError",
+    "Network",
     "NonFiniteError",
     "OneBit",
     "Op",
@@ -61,6 +65,7 @@ __all__ = [
     "PeerTimeout",
     "Quantizer",
     "RelaxError",
+    "SimulatedWorld",
     "TopK",
     "Work",
     "allgather",
@@ -69,6 +74,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "buckets_of",
+    "faults",
     "primitive",
     "reduce_scatter",
     "register",

@@ -255,7 +255,7 @@ class Comm:
     @cached_property
     def schedule(self) -> FlatSchedule:
         """The moves that make up a verb on this Comm."""
-        return FlatSchedule(self)
+        return self._world.schedule(self)
 
     def begin(self) -> None:
         """Let the flow that starts now take the scratch of the one that has ended."""

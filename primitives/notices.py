@@ -79,6 +79,12 @@ class NoticeBoard:
             )
         return None
 
+    def due(self, work: Work[Any]) -> float:
+        """Return the seconds of waiting until the warning or the timeout."""
+        if self.size == 1:
+            return float("inf")
+        return self._warn_after if self._warned < work.seq else self.timeout
+
     def give_up(self, work: Work[Any]) -> None:
         """Tell everybody that this rank will not finish a call."""
         self._post(_Kind.BROKEN, work.seq, work.call())
@@ -109,7 +115,7 @@ class NoticeBoard:
         others = set(range(self.size)) - {self._link.rank}
         end = self._world.now() + _GRACE
         while self._world.now() < end and not others <= self._heard(work.seq):
-            self._world.pause(1e-3)
+            self._world.listen(end)
             self._hear()
         silent = sorted(others - self._heard(work.seq))
         missing = f"not heard from {_ranks(silent)}" if silent else "all ranks are heard from"

@@ -31,6 +31,10 @@ class Every:
             self._left.pop()
         return not self._left
 
+    def first(self) -> Request | None:
+        """Return the request that is tested next, if one is left."""
+        return self._left[-1] if self._left else None
+
 
 class Transport(Protocol):
     """Moves 1-D arrays of one device between the ranks of one communicator.

@@ -22,7 +22,6 @@ _log = logging.getLogger("relaxmpi")
 _here = threading.local()
 _WATCH_EVERY = 1e-3
 _WORTH_WATCHING = 1e-2
-_LONGEST_LOOK = 0.1
 
 
 def running_queue() -> Queue | None:
@@ -102,6 +101,11 @@ class Work(Generic[T]):
         if self._error is not None and not self._seen:
             _log.error("nobody waited for a call that failed: %s", self._error)
 
+    @property
+    def request(self) -> Request | None:
+        """What the flow waits for now."""
+        return self._request
+
     def synchronize(self) -> T:
         """Wait until the host may read the result; on the CPU the same as `wait`."""
         return self.wait()
@@ -156,6 +160,9 @@ class Patience(Protocol):
     def look(self, work: Work[Any]) -> RelaxError | None:
         """Return the error that breaks the queue, or None to go on waiting."""
 
+    def due(self, work: Work[Any]) -> float:
+        """Return the seconds of waiting after which a look does something by itself."""
+
     def give_up(self, work: Work[Any]) -> None:
         """Tell the peers that this rank will not finish a call."""
 
@@ -186,6 +193,10 @@ class Queue:
     def first(self) -> str:
         """Say which call is the head."""
         return self._works[0].call()
+
+    def head(self) -> Work[Any]:
+        """Return the work that all others wait behind."""
+        return self._works[0]
 
     @property
     def idle(self) -> bool:
@@ -282,7 +293,7 @@ class Queue:
         Only time in which this rank looks counts: a peer must not be blamed for a pause here.
         """
         head = self._works[0]
-        head.waited += min(now - max(self._watched, head.posted), _LONGEST_LOOK)
+        head.waited += min(now - max(self._watched, head.posted), self._world.look)
         self._watched = now
         if head.waited > _WORTH_WATCHING:
             error = head.patience.look(head)

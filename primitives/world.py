@@ -9,8 +9,10 @@ from relaxmpi.primitives.transport import Request, Transport
 
 if TYPE_CHECKING:
     import contextlib
+    from collections.abc import MutableSet
 
     from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.schedules import FlatSchedule
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.stats import Stats
     from relaxmpi.primitives.work import Queue
@@ -53,12 +55,18 @@ class World(Protocol):
         size: Number of ranks.
         nodes: For each rank, the number of the host it runs on.
         comms: Comms of this process or simulated rank that are open, for its exit.
+        look: Seconds between two looks that count as waiting: a peer must not be blamed for a
+            pause on this rank.
     """
 
     rank: int
     size: int
     nodes: tuple[int, ...]
-    comms: set[Comm]
+    comms: MutableSet[Comm]
+
+    @property
+    def look(self) -> float:
+        """See above."""
 
     @property
     def mpi(self) -> Any:
@@ -76,8 +84,8 @@ class World(Protocol):
     def now(self) -> float:
         """Return seconds; only differences have a meaning."""
 
-    def pause(self, seconds: float) -> None:
-        """Let time pass."""
+    def listen(self, until: float) -> None:
+        """Let some time pass, at most until then: there is nothing to do but hear notices."""
 
     def compute(self, seconds: float) -> None:
         """Take the time that a computation of `seconds` takes."""
@@ -90,6 +98,9 @@ class World(Protocol):
 
     def keep(self, something: Any) -> None:
         """Keep what a message under way may still write to, although nobody waits for it."""
+
+    def schedule(self, comm: Comm) -> FlatSchedule:
+        """Return the moves that make up a verb among the ranks of a Comm."""
 
     def background(self, queue: Queue) -> contextlib.AbstractContextManager[Any]:
         """Return the running thread that advances `queue` while this one computes."""

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mpi4py import MPI
 
+from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.transport import Request
 from relaxmpi.primitives.transport_mpi import MpiTransport
 
 if TYPE_CHECKING:
+    from collections.abc import MutableSet
+
     from relaxmpi.primitives.background import Background
     from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.settings import Settings
@@ -29,6 +32,7 @@ _SPIN = 1e-2
 _ALONE = 1e-4
 _SLEEP = 2e-3  # of the time waited so far
 _LONGEST_SLEEP = 5e-4
+_LISTEN = 1e-3
 
 # Every Comm that was not closed: at exit its peers are told.
 open_comms: set[Comm] = set()
@@ -87,7 +91,8 @@ class MpiLink:
 class MpiWorld:
     """The ranks of an mpi4py communicator."""
 
-    comms = open_comms
+    comms: MutableSet[Comm] = open_comms
+    look = 0.1
 
     def __init__(self, mpi: MPI.Intracomm, nodes: tuple[int, ...], *, owned: bool = False) -> None:
         self.mpi, self.nodes, self._owned = mpi, nodes, owned
@@ -119,7 +124,10 @@ class MpiWorld:
             self.mpi.Free()
 
     now = staticmethod(time.perf_counter)
-    pause = staticmethod(time.sleep)
+
+    def listen(self, until: float) -> None:
+        """See `World`."""
+        time.sleep(_LISTEN)
 
     def compute(self, seconds: float) -> None:
         """Sleep as long as the computation takes, leaving the cores free."""
@@ -138,6 +146,10 @@ class MpiWorld:
     def keep(self, something: Any) -> None:
         """See `World`."""
         _kept.append(something)
+
+    def schedule(self, comm: Comm) -> FlatSchedule:
+        """See `World`."""
+        return FlatSchedule(comm)
 
     def background(self, queue: Queue) -> Background:
         """See `World`."""

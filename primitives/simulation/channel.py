@@ -1,0 +1,225 @@
+"""What is said on one private lane: ordered pipes between pairs, and meetings of all ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from relaxmpi.primitives.errors import RelaxError
+from relaxmpi.primitives.simulation.fabric import Fabric
+from relaxmpi.primitives.simulation.scheduler import Rank
+
+__all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive", "Ticket"]
+
+
+class _Done:
+    """The request of what is done at once."""
+
+    def test(self) -> bool:
+        """True."""
+        return True
+
+
+class Never:
+    """The request of a rank that is dead."""
+
+    def test(self) -> bool:
+        """False."""
+        return False
+
+
+DONE = _Done()
+
+
+class Truncated(RelaxError):
+    """A message has not the length that its receiver gave."""
+
+    def Get_error_class(self) -> int:  # noqa: N802 - as mpi4py spells it
+        """MPI_ERR_TRUNCATE: like MPI's own errors it is thrown into the flow that waits."""
+        return 15
+
+
+class Ticket:
+    """A request of one rank that something completes later."""
+
+    __slots__ = ("done", "rank")
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.done = rank, False
+
+    def test(self) -> bool:
+        """Whether it has completed."""
+        return self.done
+
+
+class Receive(Ticket):
+    """A receive: the bytes are put in place when the rank looks, at the cost of a message."""
+
+    __slots__ = ("_data", "_fabric", "_parcel", "cost")
+
+    def __init__(self, rank: Rank, data: Any, fabric: Fabric) -> None:
+        super().__init__(rank)
+        self._data, self._fabric = data, fabric
+        self._parcel: Parcel | None = None
+        self.cost = 0.0
+
+    def fill(self, time: float, parcel: Parcel) -> None:
+        """The bytes have arrived."""
+        self._parcel, self.done = parcel, True
+        self._fabric.scheduler.completed(self.rank, self, time)
+
+    def test(self) -> bool:
+        """Whether the bytes are in place."""
+        parcel = self._parcel
+        if parcel is not None:
+            self._parcel = None
+            cost = self.cost or parcel.pieces * self._fabric.network.receive_cost
+            self._fabric.cost(self.rank, cost)
+            if len(parcel.data) != len(self._data):
+                raise Truncated(
+                    f"a message of {len(parcel.data)} bytes met a receive of {len(self._data)}"
+                )
+            self._data[:] = parcel.data
+        return self.done
+
+
+class Parcel(NamedTuple):
+    """A message: its bytes, what they cost, and whether they wait for the receiver's word."""
+
+    data: Any
+    size: float
+    pieces: int
+    sent: Ticket | None  # of a message that waits: done when it has left
+
+
+class Pipe:
+    """Messages from one rank to another, received in the order in which they were sent."""
+
+    __slots__ = ("_arrived", "_count", "_dest", "_early", "_expected", "_fabric", "_posted", "_src")
+
+    def __init__(self, fabric: Fabric, source: Rank, dest: Rank) -> None:
+        self._fabric, self._src, self._dest = fabric, source, dest
+        self._count = self._expected = 0
+        self._early: dict[int, Parcel] = {}
+        self._arrived: deque[Parcel] = deque()
+        self._posted: deque[Receive] = deque()
+
+    def send(self, parcel: Parcel, time: float) -> None:
+        """Send a message now, or, where it must wait, announce it."""
+        number = self._count
+        self._count = number + 1
+        if parcel.sent is None:
+            self._fabric.send(
+                self._src, self._dest, parcel.size, time, lambda t: self._land(t, number, parcel)
+            )
+        else:
+            latency = self._fabric.latency(self._src.index, self._dest.index)
+            self._fabric.scheduler.at(time + latency, self._announced, number, parcel)
+
+    def _announced(self, time: float, number: int, parcel: Parcel) -> None:
+        self._land(time, number, parcel)
+
+    def _land(self, time: float, number: int, parcel: Parcel) -> bool:
+        """Put a message in order; False for a copy of one that was here before."""
+        if number < self._expected or number in self._early:
+            return False
+        self._early[number] = parcel
+        while (following := self._early.pop(self._expected, None)) is not None:
+            self._expected += 1
+            if self._posted:
+                self._match(time, self._posted.popleft(), following)
+            else:
+                self._arrived.append(following)
+        return True
+
+    def receive(self, request: Receive, time: float) -> None:
+        """Take the next message, now or when it comes."""
+        if self._arrived:
+            self._match(time, request, self._arrived.popleft())
+        else:
+            self._posted.append(request)
+
+    def _match(self, time: float, request: Receive, parcel: Parcel) -> None:
+        sent = parcel.sent
+        if sent is None:
+            request.fill(time, parcel)
+            return
+        # Rendezvous: the receiver, in a call, asks for the bytes; the sender, in a call, sends.
+        scheduler, src, dest = self._fabric.scheduler, self._src, self._dest
+        back = self._fabric.latency(dest.index, src.index)
+
+        def start(now: float) -> None:
+            self._fabric.send(src, dest, parcel.size, now, lambda t: self._end(t, request, parcel))
+            sent.done = True
+            scheduler.completed(src, sent, now)
+
+        def asked(now: float) -> None:
+            scheduler.help(src, now, start)
+
+        scheduler.help(dest, time, lambda now: scheduler.at(now + back, asked))
+
+    def _end(self, time: float, request: Receive, parcel: Parcel) -> bool:
+        if request.done:
+            return False
+        request.fill(time, parcel)
+        return True
+
+
+class Meeting:
+    """One occasion to which every rank of a channel brings something."""
+
+    def __init__(self) -> None:
+        self.brought: dict[int, Any] = {}
+        self.tickets: list[Ticket] = []
+        self.answer: Any = None
+        self.time = 0.0
+
+
+class Channel:
+    """The state that the ranks' links of one number share."""
+
+    def __init__(self, fabric: Fabric, members: tuple[Rank, ...]) -> None:
+        self.fabric, self.members = fabric, members
+        self.nodes = len({fabric.nodes[rank.index] for rank in members})
+        self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in members]
+        self.freed = 0
+        self._pipes: dict[tuple[int, int, bool], Pipe] = {}
+        self._meetings: dict[tuple[str, int], Meeting] = {}
+
+    def pipe(self, source: int, dest: int, tree: bool = False) -> Pipe:
+        """Return the messages from one member to another: of primitives, or of broadcasts."""
+        found = self._pipes.get((source, dest, tree))
+        if found is None:
+            members = self.members
+            found = self._pipes[source, dest, tree] = Pipe(
+                self.fabric, members[source], members[dest]
+            )
+        return found
+
+    def meet(
+        self,
+        kind: str,
+        number: int,
+        me: int,
+        ticket: Ticket,
+        what: Any,
+        close: Callable[[Meeting], None],
+    ) -> Meeting:
+        """Bring something to a meeting; the last rank to come closes it."""
+        meeting = self._meetings.get((kind, number))
+        if meeting is None:
+            meeting = self._meetings[kind, number] = Meeting()
+        meeting.brought[me] = what
+        meeting.tickets.append(ticket)
+        meeting.time = max(meeting.time, self.members[me].clock)
+        if len(meeting.brought) == len(self.members):
+            del self._meetings[kind, number]
+            close(meeting)
+        return meeting
+
+    def dissolve(self, time: float, meeting: Meeting) -> None:
+        """Complete a meeting for all ranks at once."""
+        for ticket in meeting.tickets:
+            ticket.done = True
+            self.fabric.scheduler.completed(ticket.rank, ticket, time)

@@ -1,0 +1,161 @@
+"""One event in the place of n^2 messages: payloads change hands, and links are reckoned at once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from relaxmpi.primitives.simulation.channel import Channel, Meeting, Parcel, Ticket
+
+if TYPE_CHECKING:
+    from relaxmpi.primitives.simulation.scheduler import Rank
+
+__all__ = ["Exchange"]
+
+
+class _Part(NamedTuple):
+    parcels: dict[int, Parcel]  # by receiver, in the order of sending
+    begin: float
+    ready: float  # when the sender's processor has done its part
+    slowness: float
+
+
+class Exchange(Ticket):
+    """One rank's part in an exchange of messages between all ranks of a channel.
+
+    The links see the same messages in the same order as if each were an event, except that what
+    else travels meanwhile comes before or after all of them.
+    """
+
+    __slots__ = ("_begin", "_channel", "_me", "_meeting", "_tail", "expected")
+
+    def __init__(self, channel: Channel, rank: Rank, me: int, expected: int) -> None:
+        super().__init__(rank)
+        self._channel, self._me, self.expected = channel, me, expected
+        self._meeting: Meeting | None = None
+        self._tail = 0.0
+
+    def start(self, number: int, parcels: dict[int, Parcel]) -> None:
+        """Hand in this rank's messages; they are copies already."""
+        fabric, rank = self._channel.fabric, self.rank
+        begin, slowness = rank.clock, fabric.fates.slowness(rank.index, rank.clock)
+        fabric.cost(rank, sum(p.pieces for p in parcels.values()) * fabric.network.send_cost)
+        fabric.sent += len(parcels)
+        fabric.grouped += len(parcels)
+        part = _Part(parcels, begin, rank.clock, slowness)
+        self._meeting = self._channel.meet("exchange", number, self._me, self, part, _close)
+        self.done = not self.expected
+
+    def arrive(self, time: float, tail: float) -> None:
+        """All messages for this rank have arrived; `tail` is left for its processor to do."""
+        fabric = self._channel.fabric
+        fabric.grouped -= self.expected
+        if self.rank.dead:
+            fabric.dropped += self.expected
+        else:
+            fabric.received += self.expected
+        self._tail, self.done = tail, True
+        fabric.scheduler.completed(self.rank, self, time)
+
+    def test(self) -> bool:
+        """Whether all messages are here."""
+        if self.done and self._tail:
+            self.rank.clock += self._tail
+            self._tail = 0.0
+        return self.done
+
+    def take(self, source: int) -> Any:
+        """Return what a rank has sent here: not a copy, and read by others, too, in a gather."""
+        assert self._meeting is not None  # start() has been called
+        return self._meeting.brought[source].parcels[self._me].data
+
+
+def _close(meeting: Meeting) -> None:
+    tickets = {ticket._me: ticket for ticket in meeting.tickets if isinstance(ticket, Exchange)}
+    channel = next(iter(tickets.values()))._channel
+    arrivals, tails = _reckon(channel, [meeting.brought[r] for r in range(len(tickets))])
+    for r, ticket in sorted(tickets.items()):
+        time = max(arrivals[r], meeting.time)
+        channel.fabric.scheduler.at(time, ticket.arrive, max(0.0, arrivals[r] + tails[r] - time))
+
+
+def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[float]]:
+    """Return when the last message for each rank arrives, and what its processor then has left."""
+    fabric, net = channel.fabric, channel.fabric.network
+    begins = np.array([part.begin for part in parts])
+    ready = np.array([part.ready for part in parts])
+    slow = np.array([part.slowness for part in parts])
+    source = np.repeat(np.arange(len(parts)), [len(part.parcels) for part in parts])
+    dest = np.array([r for part in parts for r in part.parcels], "i8")
+    sent = [parcel for part in parts for parcel in part.parcels.values()]
+    arrivals, done = ready.copy(), ready.copy()
+    if sent:
+        size = np.array([parcel.size for parcel in sent])
+        pieces = np.array([parcel.pieces for parcel in sent])
+        costs = pieces * net.send_cost * slow[source]
+        inject = begins[source] + _running(costs, source)
+        index = np.array([rank.index for rank in channel.members])
+        node = np.array(fabric.nodes)[index]
+        near = node[source] == node[dest]
+        latency = np.where(near, net.local_latency, net.latency)
+        waits = np.array([parcel.sent is not None for parcel in sent])
+        asked = np.maximum(inject + latency, begins[dest]) + latency
+        inject = np.where(waits, asked, inject)
+        packets = np.ceil(size / net.packet) * net.overhead
+        takes_up = np.where(near, size / net.local_bandwidth, (size + packets) / net.bandwidth)
+        takes_down = np.where(near, takes_up, (size + packets) / net.down_bandwidth)
+        begin = inject.copy()
+        for mask, port, links in (
+            (~near, node[source], fabric.up),
+            (near, index[source], fabric.out),
+        ):
+            _queue(mask, port, inject, takes_up, links, begin)
+        first, last = begin + latency, begin + takes_up + latency
+        begin = first.copy()
+        for mask, port, links in (
+            (~near, node[dest], fabric.down),
+            (near, index[dest], fabric.into),
+        ):
+            _queue(mask, port, first, takes_down, links, begin)
+        arrive = np.maximum(begin + takes_down, last)
+        np.maximum.at(arrivals, dest, arrive)
+        # Ranks look for messages in the order of their senders.
+        order = np.lexsort((source, dest))
+        work = pieces * net.receive_cost * slow[dest]
+        for r, lo, hi in _runs(dest[order]):
+            here = order[lo:hi]
+            after = np.cumsum(work[here])
+            start = np.maximum.accumulate(np.maximum(arrive[here], ready[r]) - (after - work[here]))
+            done[r] = start[-1] + after[-1]
+    return arrivals.tolist(), np.maximum(done - arrivals, 0.0).tolist()
+
+
+def _running(values: Any, group: Any) -> Any:
+    """Sums of `values` up to and with each one, begun anew where the (sorted) group changes."""
+    sums = np.cumsum(values)
+    for _, lo, hi in _runs(group):
+        if lo:
+            sums[lo:hi] = np.cumsum(values[lo:hi])
+    return sums
+
+
+def _runs(sorted_: Any) -> list[tuple[int, int, int]]:
+    """Value, begin and end of each run of equal values."""
+    if not len(sorted_):
+        return []
+    cuts = [0, *(np.flatnonzero(np.diff(sorted_)) + 1).tolist(), len(sorted_)]
+    return [(int(sorted_[lo]), lo, hi) for lo, hi in pairwise(cuts)]
+
+
+def _queue(mask: Any, port: Any, asks: Any, takes: Any, links: list[float], begin: Any) -> None:
+    """First come, first served at each port: fill `begin` and move the links' ends."""
+    chosen = np.flatnonzero(mask)
+    order = chosen[np.lexsort((asks[chosen], port[chosen]))]
+    for number, lo, hi in _runs(port[order]):
+        here = order[lo:hi]
+        after = np.cumsum(takes[here])
+        before = after - takes[here]
+        begin[here] = np.maximum.accumulate(np.maximum(asks[here], links[number]) - before) + before
+        links[number] = float(begin[here[-1]] + takes[here[-1]])

@@ -1,0 +1,152 @@
+"""Links and what travels on them: first come, first served, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from relaxmpi.primitives.simulation.faults import Fates
+from relaxmpi.primitives.simulation.network import Network
+from relaxmpi.primitives.simulation.scheduler import Rank, Scheduler
+
+__all__ = ["Counts", "Fabric", "Flight"]
+
+
+class Counts(NamedTuple):
+    """What became of the messages with data.
+
+    sent + duplicated = received + discarded + dropped + in_flight, at any time.
+
+    Attributes:
+        sent: Given to the network.
+        duplicated: Copies that the network made.
+        received: Arrived for the first time.
+        discarded: Copies that the receiver threw away.
+        dropped: Lost in the network, or arrived where the rank was dead.
+        in_flight: On their way.
+    """
+
+    sent: int
+    duplicated: int
+    received: int
+    discarded: int
+    dropped: int
+    in_flight: int
+
+
+class Flight:
+    """One message under way, or a copy of it."""
+
+    __slots__ = ("arrive", "delay", "dest", "dropped", "size", "source")
+
+    def __init__(
+        self,
+        source: int,
+        dest: int,
+        size: float,
+        arrive: Callable[[float], bool],
+        dropped: bool,
+        delay: float,
+    ) -> None:
+        self.source, self.dest, self.size, self.arrive = source, dest, size, arrive
+        self.dropped, self.delay = dropped, delay
+
+
+class Fabric:
+    """The links of all nodes. All times are virtual seconds, all sizes scaled bytes."""
+
+    def __init__(
+        self, scheduler: Scheduler, network: Network, nodes: tuple[int, ...], fates: Fates
+    ) -> None:
+        self.scheduler, self.network, self.nodes, self.fates = scheduler, network, nodes, fates
+        n, hosts = len(nodes), max(nodes) + 1
+        self._shared = [nodes.count(node) > 1 for node in range(hosts)]
+        self.up, self.down = [0.0] * hosts, [0.0] * hosts
+        self.out, self.into = [0.0] * n, [0.0] * n
+        self.sent = self.duplicated = self.received = self.discarded = self.dropped = 0
+        self.grouped = 0  # messages of exchanges that are handed in, but not out
+
+    def counts(self) -> Counts:
+        """Count now; what is in flight is counted on the heap itself."""
+        travels = (self._leave, self._enter, self._arrive)
+        flying = sum(1 for event in self.scheduler.heap if event[3] in travels)
+        return Counts(
+            self.sent,
+            self.duplicated,
+            self.received,
+            self.discarded,
+            self.dropped,
+            flying + self.grouped,
+        )
+
+    def send(
+        self,
+        source: Rank,
+        dest: Rank,
+        size: float,
+        time: float,
+        arrive: Callable[[float], bool],
+    ) -> None:
+        """Send a message; `arrive(time)` says whether it was new to the receiver."""
+        fate = self.fates.of(source.index, dest.index, time)
+        self.sent += 1
+        for later in fate.copies:
+            self.duplicated += 1
+            copy = Flight(source.index, dest.index, size, arrive, False, fate.delay)
+            self._start(time + later, copy, later > 0)
+        flight = Flight(source.index, dest.index, size, arrive, fate.dropped, fate.delay)
+        if fate.dropped:
+            self.scheduler.lossy = True
+        self._start(time, flight, False)
+
+    def _start(self, time: float, flight: Flight, later: bool) -> None:
+        # Where a link has one rank only, that rank's own messages come in the order of time.
+        if later or self._shared[self.nodes[flight.source]]:
+            self.scheduler.at(time, self._leave, flight)
+        else:
+            self._leave(time, flight)
+
+    def _leave(self, time: float, flight: Flight) -> None:
+        """The first byte asks for the link up."""
+        net, here = self.network, self.nodes[flight.source]
+        if here == self.nodes[flight.dest]:
+            port, links, latency = flight.source, self.out, net.local_latency
+            takes = flight.size / net.local_bandwidth
+        else:
+            port, links, latency = here, self.up, net.latency
+            takes = net.wire_bytes(flight.size) / net.bandwidth
+        begin = max(time, links[port])
+        links[port] = begin + takes
+        self.scheduler.at(begin + latency, self._enter, flight, begin + takes + latency)
+
+    def _enter(self, time: float, flight: Flight, last: float) -> None:
+        """The first byte asks for the link down; the last one cannot be there before `last`."""
+        if flight.dropped:
+            self.dropped += 1
+            return
+        net, there = self.network, self.nodes[flight.dest]
+        if there == self.nodes[flight.source]:
+            port, links, takes = flight.dest, self.into, flight.size / net.local_bandwidth
+        else:
+            port, links = there, self.down
+            takes = net.wire_bytes(flight.size) / net.down_bandwidth
+        end = max(time, links[port]) + takes
+        links[port] = end
+        self.scheduler.at(max(end, last) + flight.delay, self._arrive, flight)
+
+    def _arrive(self, time: float, flight: Flight) -> None:
+        if self.scheduler.ranks[flight.dest].dead:
+            self.dropped += 1
+        elif flight.arrive(time):
+            self.received += 1
+        else:
+            self.discarded += 1
+
+    def latency(self, source: int, dest: int) -> float:
+        """Return the seconds that a small message takes."""
+        near = self.nodes[source] == self.nodes[dest]
+        return self.network.local_latency if near else self.network.latency
+
+    def cost(self, rank: Rank, seconds: float) -> None:
+        """Charge a rank's processor."""
+        rank.clock += seconds * self.fates.slowness(rank.index, rank.clock)

@@ -1,0 +1,101 @@
+"""What a simulated network costs, in numbers that a ping-pong can measure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+__all__ = ["Network"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hosts with one full-duplex link each to a switch that never blocks.
+
+    A message of s bytes between idle hosts arrives after latency + s / bandwidth, besides the
+    processors' costs. Its first byte takes the link up as soon as the link is free, and the link
+    down `latency` later: messages of one host leave one after the other, messages to one host
+    (incast) arrive one after the other, and the two directions do not touch. Ranks of one node
+    share its link; what they say to each other goes through a port of each rank instead, with
+    the local latency and bandwidth. Buffers in the switch are endless.
+
+    Agreements and notices are small and cost latency, not bandwidth. An agreement of n ranks on
+    m nodes takes ceil(log2 m) latencies and ceil(log2(n / m)) local ones, with the costs of a
+    message each, after the last rank has come.
+
+    Attributes:
+        latency: Seconds from a host to another, one way.
+        bandwidth: Bytes per second of each host's link, in each direction.
+        down: Bytes per second of the link down to a host, where it differs; 0: `bandwidth`.
+        local_latency: Seconds between ranks of one host.
+        local_bandwidth: Bytes per second between ranks of one host.
+        send_cost: Seconds of the sender's processor for each MPI message.
+        receive_cost: Seconds of the receiver's processor for each MPI message.
+        packet: Payload bytes of a packet.
+        overhead: Bytes that each packet carries besides: Ethernet, IP and TCP.
+        eager: Bytes of the longest MPI message that travels while both ranks compute; longer
+            ones wait until both are in a call, or have `background()`. Between nodes buffers
+            are cut into MPI messages of `RELAXMPI_SEGMENT` bytes, 32 KiB.
+        scale: A small array stands for one that is this many times longer: time is counted,
+            and messages are cut, for `scale` times the bytes.
+
+    Raises:
+        ValueError: A number is negative, or a rate is not above zero.
+
+    Example:
+        >>> net = Network(latency=1e-3, bandwidth=1e6)
+        >>> net.latency + net.wire_bytes(5000) / net.bandwidth
+        0.006
+        >>> Network.ethernet(10e9, latency=20e-6).bandwidth
+        1250000000.0
+    """
+
+    latency: float = 50e-6
+    bandwidth: float = 1.25e9
+    down: float = 0.0
+    local_latency: float = 1e-6
+    local_bandwidth: float = 5e9
+    send_cost: float = 1e-6
+    receive_cost: float = 1e-6
+    packet: int = 1448
+    overhead: int = 0
+    eager: int = 64 * 1024
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive = {"bandwidth", "local_bandwidth", "packet", "scale"}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, (int, float)) or not (
+                0 < value < math.inf if field.name in positive else value >= 0
+            ):
+                kind = "above zero" if field.name in positive else "zero or more"
+                raise ValueError(f"{field.name} of a Network must be {kind}, not {value!r}")
+
+    @classmethod
+    def ethernet(cls, bits_per_second: float, latency: float = 50e-6, **others: float) -> Network:
+        """Return a network of this line rate, with the overhead of TCP over Ethernet.
+
+        Args:
+            bits_per_second: For instance 10e9.
+            latency: Seconds, one way.
+            others: Other fields of Network.
+        """
+        values = {"overhead": 90, **others}  # preamble and gap 20, Ethernet 18, IP 20, TCP 32
+        return cls(latency=latency, bandwidth=bits_per_second / 8, **values)  # type: ignore[arg-type]
+
+    @property
+    def down_bandwidth(self) -> float:
+        """Bytes per second of the link down to a host."""
+        return self.down or self.bandwidth
+
+    def wire_bytes(self, size: float) -> float:
+        """Return the bytes on a link for a message of `size` bytes, which is scaled already."""
+        return size + math.ceil(size / self.packet) * self.overhead if self.overhead else size
+
+    def agreement(self, ranks: int, nodes: int) -> float:
+        """Return the seconds from the last rank's arrival until all know."""
+        cpu = self.send_cost + self.receive_cost
+        inside = (-(-ranks // nodes) - 1).bit_length()
+        between = (nodes - 1).bit_length()
+        return inside * (self.local_latency + cpu) + between * (self.latency + cpu)

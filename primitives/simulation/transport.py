@@ -1,0 +1,171 @@
+"""The transport of a simulated world: bytes are copied when they are sent."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from relaxmpi.primitives.ops import Op
+from relaxmpi.primitives.simulation.channel import (
+    DONE,
+    Channel,
+    Never,
+    Parcel,
+    Receive,
+    Ticket,
+)
+from relaxmpi.primitives.simulation.exchange import Exchange
+from relaxmpi.primitives.transport import Every, Request
+
+if TYPE_CHECKING:
+    from relaxmpi.primitives.settings import Settings
+    from relaxmpi.primitives.simulation.fabric import Fabric
+    from relaxmpi.primitives.simulation.scheduler import Rank
+    from relaxmpi.primitives.simulation.world import RankWorld
+    from relaxmpi.primitives.stats import Stats
+
+__all__ = ["SimulatedTransport"]
+
+# As over MPI: in so many pieces a long reduction goes between nodes.
+_PIECE = 1024 * 1024
+_MOST_PIECES = 8
+
+
+class SimulatedTransport:
+    """See `Transport`. Sums are never left to it: they go in the order of ranks, by messages."""
+
+    def __init__(
+        self, world: RankWorld, channel: Channel, settings: Settings, stats: Stats, nodes: int
+    ) -> None:
+        self.channel, self._rank = channel, world.rank
+        self._stats, self._me = stats, world.me
+        self._network, self._fabric = channel.fabric.network, channel.fabric
+        self._nodes, self._exchanges = nodes, 0
+        longest = settings.max_message
+        self._piece = min(settings.segment, longest) if nodes > 1 else longest
+
+    def parcel(self, data: Any) -> Parcel:
+        """Make a message of the bytes of `data`, and count it."""
+        raw = data.view(np.uint8)
+        self._count(raw.size)
+        size = raw.size * self._network.scale
+        pieces = max(1, math.ceil(size / self._piece))
+        eager = min(size, self._piece) <= self._network.eager
+        return Parcel(raw.copy(), size, pieces, None if eager else Ticket(self._me))
+
+    def _count(self, size: int) -> None:
+        self._stats.payload_bytes += size
+        self._stats.messages += 1
+
+    def isend(self, data: Any, dest: int) -> Request:
+        """Start sending the bytes of `data`, which are copied now."""
+        me = self._me
+        if me.dead:
+            return Never()
+        parcel = self.parcel(data)
+        self._fabric.cost(me, parcel.pieces * self._network.send_cost)
+        self.channel.pipe(self._rank, dest).send(parcel, me.clock)
+        return DONE if parcel.sent is None else parcel.sent
+
+    def irecv(self, data: Any, source: int) -> Request:
+        """Start receiving exactly the bytes of `data`."""
+        request = Receive(self._me, data.view(np.uint8), self._fabric)
+        self.channel.pipe(source, self._rank).receive(request, self._me.clock)
+        return request
+
+    def ibroadcast(self, data: Any, root: int) -> Request:
+        """Start a broadcast down a binomial tree; a rank sends on when the bytes are there."""
+        raw, n = data.view(np.uint8), len(self.channel.members)
+        place = (self._rank - root) % n
+        # Place p hears from p without its highest bit, and tells p + 2^k for all higher k.
+        height = place.bit_length()
+        children = [place + (1 << k) for k in range((n - 1).bit_length() - 1, height - 1, -1)]
+        dests = [(child + root) % n for child in children if child < n]
+        if place:
+            parent = (place - (1 << (height - 1)) + root) % n
+            request = _Relay(self, self._me, raw, self._fabric, dests)
+            self.channel.pipe(parent, self._rank, tree=True).receive(request, self._me.clock)
+            return request
+        if self._me.dead:
+            return Never()
+        parcel = self.parcel(raw)
+        self._fabric.cost(self._me, len(dests) * parcel.pieces * self._network.send_cost)
+        return Every(self.spread(self._me.clock, parcel, dests))
+
+    def spread(self, time: float, parcel: Parcel, dests: list[int]) -> list[Request]:
+        """Send one message to several ranks."""
+        tickets: list[Request] = []
+        for dest in dests:
+            if parcel.sent is not None:
+                ticket = Ticket(self._me)
+                tickets.append(ticket)
+                parcel = parcel._replace(sent=ticket)
+            self.channel.pipe(self._rank, dest, tree=True).send(parcel, time)
+        return tickets
+
+    def exchange(self, payloads: dict[int, Any], expected: int) -> Exchange:
+        """Send one message each to some ranks, and receive `expected` ones: one event for all.
+
+        Every rank of the communicator takes part. Where two ranks get the same array it is
+        copied once, and they read that copy.
+        """
+        copies: dict[int, Parcel] = {}
+        parcels = {}
+        for dest, data in payloads.items():
+            parcel = copies.get(id(data))
+            if parcel is None:
+                parcel = self.parcel(data)
+                parcel = copies[id(data)] = parcel._replace(data=parcel.data.view(data.dtype))
+            else:
+                self._count(data.nbytes)
+            parcels[dest] = parcel
+        exchange = Exchange(self.channel, self._me, self._rank, expected)
+        if not self._me.dead:
+            self._exchanges += 1
+            exchange.start(self._exchanges, parcels)
+        return exchange
+
+    def sums(self, data: Any, dtype: str, op: Op) -> bool:
+        """False: what MPI's own reductions add in which order, nobody knows."""
+        return False
+
+    def pieces(self, data: Any) -> int:
+        """In how many pieces a reduction of `data` should go: as over MPI."""
+        if self._nodes == 1:
+            return 1
+        return max(1, min(_MOST_PIECES, int(data.nbytes * self._network.scale) // _PIECE))
+
+    def ireduce(self, data: Any, out: Any, op: Op) -> Request:
+        """Never asked for, see `sums`."""
+        raise NotImplementedError
+
+
+class _Relay(Receive):
+    """A receive whose rank sends on what arrives, at its own processor's cost."""
+
+    __slots__ = ("_dests", "_transport")
+
+    def __init__(
+        self,
+        transport: SimulatedTransport,
+        rank: Rank,
+        data: Any,
+        fabric: Fabric,
+        dests: list[int],
+    ) -> None:
+        super().__init__(rank, data, fabric)
+        self._transport, self._dests = transport, dests
+
+    def fill(self, time: float, parcel: Parcel) -> None:
+        """The bytes have arrived."""
+        net, rank = self._fabric.network, self.rank
+        self.cost = parcel.pieces * (net.receive_cost + len(self._dests) * net.send_cost)
+        super().fill(time, parcel)
+        if self._dests:
+            self._fabric.scheduler.help(rank, time, self._send_on)
+
+    def _send_on(self, time: float) -> None:
+        assert self._parcel is not None
+        self._transport.spread(time, self._parcel, self._dests)

@@ -1,0 +1,284 @@
+"""The simulated world: the code that runs on MPI, on a network of your choice, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableSet
+from threading import current_thread
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from relaxmpi.primitives.errors import PeerTimeout, RelaxError
+from relaxmpi.primitives.schedules import FlatSchedule
+from relaxmpi.primitives.settings import Settings
+from relaxmpi.primitives.simulation.channel import Channel, Ticket
+from relaxmpi.primitives.simulation.faults import draw
+from relaxmpi.primitives.simulation.grouped import GroupedSchedule
+from relaxmpi.primitives.simulation.link import SimulatedLink
+from relaxmpi.primitives.transport import Every
+
+if TYPE_CHECKING:
+    from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.simulation.fabric import Fabric
+    from relaxmpi.primitives.simulation.scheduler import Rank
+    from relaxmpi.primitives.work import Queue
+
+__all__ = ["RankWorld"]
+
+_POLL = 1e-6
+# A rank that looks in vain for long looks less often, or a timeout would take a million looks.
+_LAZY = 1e-3  # of the time it has looked
+_LAZIEST = 1e-2
+# A queue counts at most so much between two looks as waiting; the time at rest comes on top.
+_LOOK = 0.1
+# From when on, and how often at most, a queue looks after its head; a little more than that.
+_WORTH = 0.0101
+_EVERY = 1.1e-3
+
+
+class OpenComms(MutableSet["Comm"]):
+    """A set in the order of insertion, so that a rank's end does not depend on addresses."""
+
+    def __init__(self) -> None:
+        self._held: dict[Comm, None] = {}
+
+    def __contains__(self, comm: object) -> bool:
+        return comm in self._held
+
+    def __iter__(self) -> Iterator[Comm]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, value: Comm) -> None:
+        """Add."""
+        self._held[value] = None
+
+    def discard(self, value: Comm) -> None:
+        """Remove, if it is there."""
+        self._held.pop(value, None)
+
+
+class Group:
+    """Ranks that have a World together, and what their links share."""
+
+    def __init__(self, fabric: Fabric, members: tuple[Rank, ...], grouped_above: int) -> None:
+        self.fabric, self.members, self.grouped_above = fabric, members, grouped_above
+        self._channels: dict[int, Channel] = {}
+        self._parts: dict[tuple[Any, ...], Group] = {}
+        self.gathering = self.channel(-1)
+
+    def channel(self, number: int) -> Channel:
+        """Return the channel that the ranks' links of this number share."""
+        found = self._channels.get(number)
+        if found is None:
+            found = self._channels[number] = Channel(self.fabric, self.members)
+        return found
+
+    def part(self, number: int, color: int, members: tuple[Rank, ...]) -> Group:
+        """Return the group of the ranks with this colour in this split."""
+        found = self._parts.get((number, color))
+        if found is None:
+            found = self._parts[number, color] = Group(self.fabric, members, self.grouped_above)
+        return found
+
+
+class Life:
+    """What the Worlds of one rank have in common."""
+
+    def __init__(self, rank: Rank, seed: int, jitter: float, calls: dict[int, None]) -> None:
+        self.comms = OpenComms()
+        self.backgrounds: list[Queue] = []
+        self.busy = False
+        self.rested = 0.0
+        self.calls = self.computed = 0
+        self.kept: list[Any] = []
+        self.fatal = calls
+        self._seed, self._jitter, self._index = seed, jitter, rank.index
+
+    def jitter(self) -> float:
+        """Return how many times longer the next computation takes."""
+        if not self._jitter:
+            return 1.0
+        self.computed += 1
+        return 1.0 + self._jitter * draw(self._seed, -1, self._index, self.computed)
+
+
+class RankWorld:
+    """See `World`. Each method is called in the thread of the rank, which holds the baton."""
+
+    def __init__(self, group: Group, me: Rank, life: Life) -> None:
+        self._group, self.me, self._life = group, me, life
+        self._fabric, self._scheduler = group.fabric, group.fabric.scheduler
+        self.rank, self.size = group.members.index(me), len(group.members)
+        self.nodes = tuple(group.fabric.nodes[rank.index] for rank in group.members)
+        self.comms: MutableSet[Comm] = life.comms
+        self._links = self._splits = 0
+
+    @property
+    def mpi(self) -> NoReturn:
+        """There is none."""
+        raise RelaxError("a simulated world has no MPI communicator")
+
+    def link(self) -> SimulatedLink:
+        """See `World`."""
+        self._links += 1
+        return SimulatedLink(self, self._group.channel(self._links))
+
+    def split(self, color: int | None, key: int) -> RankWorld | None:
+        """See `World`."""
+        me, number = self.me, self._splits
+        self._splits += 1
+        scheduler, gathering = self._scheduler, self._group.gathering
+        seconds = self._fabric.network.agreement(self.size, gathering.nodes)
+        ticket = Ticket(me)
+        meeting = gathering.meet(
+            "split",
+            number,
+            self.rank,
+            ticket,
+            (color, key),
+            lambda m: scheduler.at(m.time + seconds, gathering.dissolve, m),
+        )
+        self._here()
+        end = me.clock + Settings.read().timeout
+        while not ticket.done:
+            me.resting, me.awaits, me.queue = True, ticket, None
+            scheduler.sleep(me, end, hopeful=False)
+            if me.clock >= end:
+                raise PeerTimeout(f"not all {self.size} ranks took part in split()")
+        if color is None:
+            return None
+        order = sorted((k, r) for r, (c, k) in meeting.brought.items() if c == color)
+        members = tuple(self._group.members[r] for _, r in order)
+        return RankWorld(self._group.part(number, color, members), me, self._life)
+
+    def free(self) -> None:
+        """See `World`."""
+
+    def now(self) -> float:
+        """Return the virtual time of this rank."""
+        return self.me.clock
+
+    def listen(self, until: float) -> None:
+        """See `World`: sleep until a notice arrives."""
+        self.me.listening = True
+        self._scheduler.sleep(self.me, until)
+
+    def called(self) -> None:
+        """Count a call of a verb."""
+        if self._life.calls in self._life.fatal:
+            self._scheduler.doom(self.me)
+        self._life.calls += 1
+
+    def compute(self, seconds: float) -> None:
+        """See `World`: the clock advances; messages that need this rank wait."""
+        if not 0 <= seconds < float("inf"):
+            raise ValueError(f"a computation takes zero or more seconds, not {seconds!r}")
+        me, life = self.me, self._life
+        self._here()
+        life.rested = me.spun = 0.0
+        end = me.clock + seconds * life.jitter() * self._fabric.fates.slowness(me.index, me.clock)
+        if life.backgrounds:
+            self._compute_and_progress(end)
+            return
+        me.inside = False
+        self._scheduler.sleep(me, end)
+        me.inside = True
+
+    def _compute_and_progress(self, end: float) -> None:
+        me, life = self.me, self._life
+        while True:
+            before, life.busy = me.clock, True
+            try:
+                for queue in life.backgrounds:
+                    queue.progress()
+            finally:
+                life.busy = False
+            end += me.clock - before  # the processor's work for messages is taken from it
+            if me.clock >= end:
+                return
+            me.resting, me.awaits, me.queue = True, None, None
+            self._scheduler.sleep(me, end)
+
+    def polled(self) -> None:
+        """See `World`: a look takes a microsecond, so that loops around `test()` advance."""
+        if self._life.busy:
+            return
+        self._here()
+        me = self.me
+        step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
+        self._scheduler.sleep(me, me.clock + step)
+        me.spun += step
+
+    @property
+    def look(self) -> float:
+        """See `World`."""
+        return _LOOK + self._life.rested
+
+    def rest(self, queue: Queue, waited: float, timeout: float | None) -> None:
+        """See `World`: sleep until the head can have moved, or wants to be looked after."""
+        self._here()
+        me, head = self.me, queue.head()
+        begin = me.clock
+        hopeful = begin + timeout - waited + _POLL if timeout is not None else float("inf")
+        if me.unheard and (me.news or head.waited < _WORTH):
+            hopeful = min(hopeful, begin + max(_WORTH - head.waited, 0.0) + _EVERY)
+        awaits = head.request
+        while isinstance(awaits, Every):
+            awaits = awaits.first()
+        several = sum(not beside.idle for beside in queue.together) > 1
+        # Somebody else's kind of request, or more than one: look again.
+        if several or not isinstance(awaits, Ticket):
+            step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
+            me.spun += step
+            hopeful = min(hopeful, begin + step)
+        patient = begin + max(head.patience.due(head) - head.waited, 0.0) + _EVERY
+        me.resting, me.awaits, me.queue = True, awaits, queue
+        self._scheduler.sleep(me, min(hopeful, patient), hopeful=hopeful <= patient)
+        self._life.rested = me.clock - begin
+
+    def _here(self) -> None:
+        """Take part in what has waited for a call; other threads have no virtual time."""
+        if self.me.thread is not current_thread():
+            raise RelaxError(
+                f"a thread of simulated rank {self.me.index}'s own calls: in a simulated world "
+                "only the rank itself does; use comm.background() for progress"
+            )
+        self.me.catch_up()
+
+    def keep(self, something: Any) -> None:
+        """See `World`; kept as long as the world."""
+        self._life.kept.append(something)
+
+    def background(self, queue: Queue) -> Progress:
+        """See `World`."""
+        return Progress(self._life.backgrounds, queue)
+
+    def schedule(self, comm: Comm) -> FlatSchedule:
+        """See `World`."""
+        if self.size > self._group.grouped_above and not self._fabric.fates.of_messages:
+            return GroupedSchedule(comm)
+        return FlatSchedule(comm)
+
+
+class Progress:
+    """A queue advances while its rank computes, until this is closed."""
+
+    def __init__(self, backgrounds: list[Queue], queue: Queue) -> None:
+        if queue in backgrounds:
+            raise RelaxError("this Comm has a background thread already")
+        self._backgrounds, self._queue = backgrounds, queue
+        self._closed = False
+        backgrounds.append(queue)
+
+    def close(self) -> None:
+        """Stop; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._backgrounds.remove(self._queue)
+
+    def __enter__(self) -> Progress:  # noqa: PYI034 - typing.Self is newer than Python 3.10
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self.close()
