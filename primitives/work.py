@@ -54,6 +54,7 @@ class Work(Generic[T]):
         "_seen",
         "_value",
         "call",
+        "ended",
         "patience",
         "posted",
         "seq",
@@ -70,6 +71,7 @@ class Work(Generic[T]):
         self._queue, self._flow, self._request = queue, flow, None
         self._done, self._error, self._seen = False, None, False
         self.call, self.patience = call, patience
+        self.ended = 0.0
         self.seq = patience.begin()
         self.post()
 
@@ -139,6 +141,7 @@ class Work(Generic[T]):
         finally:
             _here.queue = before
         self._done = True
+        self.ended = self._queue.now()
         self.patience.end()
         return True
 
