@@ -106,8 +106,7 @@ class Comm:
         """Return a new Comm of the ranks of an mpi4py communicator, which stays the caller's."""
         from relaxmpi.primitives.start import prepare
 
-        settings = Settings.read(timeout=timeout)
-        return cls(prepare(mpi, settings), settings)
+        return cls(*prepare(mpi, Settings.read(timeout=timeout)))
 
     @property
     def mpi(self) -> MPI.Intracomm:
