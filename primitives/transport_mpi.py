@@ -19,7 +19,7 @@ _TAG = 1
 # Iallreduce. Fixed numbers, because the two add in different orders and so differ in bits.
 _DIRECT_OF_TWO = 256 * 1024
 _DIRECT = 2 * 1024 * 1024
-_PIECE = 1024 * 1024
+_PIECE = 2048 * 1024
 _MOST_PIECES = 8
 _FLOATS = {"float32", "float64", "complex64", "complex128"}
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
