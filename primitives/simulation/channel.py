@@ -54,28 +54,45 @@ class Ticket:
 
 
 class Receive(Ticket):
-    """A receive: the bytes are put in place when the rank looks, at the cost of a message."""
+    """A receive: the bytes are put in place when the rank looks.
 
-    __slots__ = ("_data", "_fabric", "_parcel", "cost")
+    What the message costs the processor is done when it arrives, if the rank is in a call, one
+    message after the other; otherwise when the rank looks.
+    """
+
+    __slots__ = ("_data", "_fabric", "_finish", "_parcel", "extra")
 
     def __init__(self, rank: Rank, data: Any, fabric: Fabric) -> None:
         super().__init__(rank)
         self._data, self._fabric = data, fabric
         self._parcel: Parcel | None = None
-        self.cost = 0.0
+        self._finish = self.extra = 0.0
 
     def fill(self, time: float, parcel: Parcel) -> None:
         """The bytes have arrived."""
         self._parcel, self.done = parcel, True
-        self._fabric.scheduler.completed(self.rank, self, time)
+        rank, fabric = self.rank, self._fabric
+        if rank.inside:
+            cost = self._cost(parcel, time)
+            rank.stolen += cost
+            time = self._finish = rank.busy = max(time, rank.busy, rank.clock, rank.held) + cost
+        fabric.scheduler.completed(rank, self, time)
+
+    def _cost(self, parcel: Parcel, time: float) -> float:
+        fabric = self._fabric
+        cost = self.extra + parcel.pieces * fabric.network.receive_cost
+        return cost * fabric.fates.slowness(self.rank.index, time)
 
     def test(self) -> bool:
         """Whether the bytes are in place."""
         parcel = self._parcel
         if parcel is not None:
             self._parcel = None
-            cost = self.cost or parcel.pieces * self._fabric.network.receive_cost
-            self._fabric.cost(self.rank, cost)
+            rank = self.rank
+            if self._finish:
+                rank.clock = max(rank.clock, self._finish)
+            else:
+                rank.clock += self._cost(parcel, rank.clock)
             if len(parcel.data) != len(self._data):
                 raise Truncated(
                     f"a message of {len(parcel.data)} bytes met a receive of {len(self._data)}"

@@ -42,6 +42,7 @@ class Rank:
 
     Attributes:
         clock: Its virtual time, in seconds.
+        busy: When its processor has done with the messages that have arrived, in a call.
         inside: Whether it is in a call of the library, where long messages get its help.
         resting: Whether it waits for `awaits`, or for any request where that is None.
         listening: Whether a notice would wake it.
@@ -51,6 +52,7 @@ class Rank:
         todo: What it must do for long messages as soon as it is in a call.
         unheard: Notices that have arrived and were not read.
         news: Whether one has arrived since it last read all.
+        stolen: Seconds that messages have taken from its processor, while it was in a call.
         spun: Virtual seconds for which it has looked in vain, without resting.
         queue: What it waits in, for the report of a deadlock.
     """
@@ -58,6 +60,7 @@ class Rank:
     __slots__ = (
         "awaits",
         "baton",
+        "busy",
         "clock",
         "dead",
         "held",
@@ -71,6 +74,7 @@ class Rank:
         "resting",
         "result",
         "spun",
+        "stolen",
         "thread",
         "todo",
         "token",
@@ -78,8 +82,8 @@ class Rank:
     )
 
     def __init__(self, index: int) -> None:
-        self.index, self.clock, self.held, self.spun = index, 0.0, 0.0, 0.0
-        self.token, self.unheard = 0, 0
+        self.index, self.clock, self.busy, self.held, self.spun = index, 0.0, 0.0, 0.0, 0.0
+        self.token, self.unheard, self.stolen = 0, 0, 0.0
         self.inside = True
         self.resting = self.listening = self.dead = self.over = self.news = self.hopeful = False
         self.awaits: Request | None = None

@@ -106,7 +106,7 @@ class SimulatedTransport:
         return tickets
 
     def exchange(self, payloads: dict[int, Any], expected: int) -> Exchange:
-        """Send one message each to some ranks, and receive `expected` ones: one event for all.
+        """Send one message each to some ranks, and receive `expected` ones: all in one event.
 
         Every rank of the communicator takes part. Where two ranks get the same array it is
         copied once, and they read that copy.
@@ -161,7 +161,7 @@ class _Relay(Receive):
     def fill(self, time: float, parcel: Parcel) -> None:
         """The bytes have arrived."""
         net, rank = self._fabric.network, self.rank
-        self.cost = parcel.pieces * (net.receive_cost + len(self._dests) * net.send_cost)
+        self.extra = parcel.pieces * len(self._dests) * net.send_cost
         super().fill(time, parcel)
         if self._dests:
             self._fabric.scheduler.help(rank, time, self._send_on)

@@ -187,6 +187,7 @@ class RankWorld:
 
     def _compute_and_progress(self, end: float) -> None:
         me, life = self.me, self._life
+        me.stolen = 0.0
         while True:
             before, life.busy = me.clock, True
             try:
@@ -194,7 +195,9 @@ class RankWorld:
                     queue.progress()
             finally:
                 life.busy = False
-            end += me.clock - before  # the processor's work for messages is taken from it
+            # What messages cost the processor is taken from the computation.
+            end += me.clock - before + me.stolen
+            me.stolen = 0.0
             if me.clock >= end:
                 return
             me.resting, me.awaits, me.queue = True, None, None
