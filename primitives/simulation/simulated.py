@@ -55,11 +55,20 @@ class SimulatedWorld:
         self.n, self.network = n, Network() if network is None else network
         self.faults, self.seed, self.jitter = tuple(faults), seed, jitter
         self.nodes = tuple(rank // ranks_per_node for rank in range(n))
-        self._grouped_above, self._watchdog = grouped_above, watchdog
+        self._per_node, self._grouped_above = ranks_per_node, grouped_above
+        self._watchdog = watchdog
         Fates(self.faults, n, seed)
         self.clocks: list[float] = []
         self.killed: list[int] = []
         self._fabric: Fabric | None = None
+
+    def __repr__(self) -> str:
+        """What makes the same world again: a failing test prints it."""
+        return (
+            f"SimulatedWorld({self.n}, network={self.network}, faults={list(self.faults)}, "
+            f"seed={self.seed}, ranks_per_node={self._per_node}, jitter={self.jitter}, "
+            f"grouped_above={self._grouped_above})"
+        )
 
     @property
     def counts(self) -> Counts:
