@@ -82,11 +82,13 @@ def test_a_call_with_a_timeout_of_its_own_is_no_deadlock():
         work = rx.allreduce.start(one if one.rank else two, 1)
         with pytest.raises(TimeoutError):
             work.wait(5.0)
-        rx.allreduce.start(two if one.rank else one, 1).wait()
-        return work.wait(), one.now()
+        with two.background(), one.background():  # a wait drives its own Comm only
+            other = rx.allreduce.start(two if one.rank else one, 1)
+            one.compute(0.01)
+        return work.wait() + other.wait(), one.now()
 
     for value, now in rx.SimulatedWorld(2).run(program):
-        assert value == 2
+        assert value == 4
         assert 5.0 < now < 5.1
 
 
@@ -102,10 +104,8 @@ def test_with_a_fault_time_jumps_to_the_timeout():
 
     world = rx.SimulatedWorld(2, faults=[rx.faults.Drop(nth=0, source=0)])
     begin = time.perf_counter()
-    with pytest.raises(rx.PeerTimeout) as late:  # the number's own message is lost, too
-        world.run(program)
+    assert world.run(program) == [2, 2]
     assert time.perf_counter() - begin < 10
-    assert "60 s" in str(late.value) or "gave up" in str(late.value)
     assert 60 < max(world.clocks) < 130
 
 

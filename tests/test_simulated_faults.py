@@ -406,6 +406,20 @@ def test_what_each_fault_does_to_time_and_counts():
     assert late == clean
 
 
+def test_the_peers_are_not_blamed_for_a_pause_of_this_rank():
+    def program():
+        with rx.Comm.world(timeout=1) as comm:
+            for _ in range(10):
+                comm.compute(0.01)
+                rx.allreduce(comm, 1)
+            return comm.now()
+
+    both = [faults.Pause(0, at=0.05, seconds=99.5), faults.Pause(1, at=0.05, seconds=100.0)]
+    assert min(rx.SimulatedWorld(2, faults=both).run(program)) > 100
+    with pytest.raises(rx.PeerTimeout):
+        rx.SimulatedWorld(2, faults=both[1:]).run(program)
+
+
 def test_a_dropped_message_is_a_timeout_of_the_comm():
     def program():
         comm = rx.Comm.world(timeout=3)
