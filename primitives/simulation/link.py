@@ -117,3 +117,4 @@ class SimulatedLink:
         """See `Link`."""
         self._me.unheard -= len(self._channel.notices[self.rank])
         self._channel.notices[self.rank].clear()
+        self._channel.free()

@@ -12,6 +12,7 @@ import _thread
 import heapq
 import threading
 from collections.abc import Callable
+from math import inf
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -223,6 +224,9 @@ class Scheduler:
                 self.fail(Deadlock(self._stuck()), None)
                 return None
             time, _, _, action, args, hopeful = heapq.heappop(heap)
+            if time == inf:  # what is left would wait for ever
+                self.fail(Deadlock(self._stuck()), None)
+                return None
             if isinstance(action, Rank):
                 if args != action.token:
                     continue

@@ -71,7 +71,9 @@ class Group:
         """Return the channel that the ranks' links of this number share."""
         found = self._channels.get(number)
         if found is None:
-            found = self._channels[number] = Channel(self.fabric, self.members)
+            found = self._channels[number] = Channel(
+                self.fabric, self.members, lambda: self._channels.pop(number)
+            )
         return found
 
     def part(self, number: int, color: int, members: tuple[Rank, ...]) -> Group:
