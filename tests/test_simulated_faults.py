@@ -83,6 +83,7 @@ def worlds(draw, mixes=harmless, most=5):
         seed=draw(st.integers(0, 2**32)),
         ranks_per_node=draw(st.integers(1, 2)),
         jitter=draw(st.sampled_from([0.0, 0.5])),
+        grouped_above=draw(st.sampled_from([64, 1])),
     )
 
 
@@ -366,6 +367,36 @@ def test_a_killed_rank_dies_before_its_call():
     for call in (0, 3, 9, 10):
         world = rx.SimulatedWorld(2, faults=[faults.Kill(0, call=call)])
         assert world.run(program) == ([10, 10] if call == 10 else [None, call])
+
+
+@pytest.mark.parametrize("above", [64, 1])
+def test_messages_are_conserved_at_every_moment(above):
+    hurt = [faults.Kill(2, at=8e-4), faults.SlowDown(1, factor=3.0)]
+    if above > 1:
+        hurt += [faults.Drop(0.02), faults.Duplicate(0.3, later=1e-4), faults.Reorder(0.3)]
+    flying = 0
+
+    def program():
+        nonlocal flying
+        comm = rx.Comm.world(timeout=0.5)
+        works = [rx.allreduce.start(comm, numbers(comm.rank, 3000)) for _ in range(3)]
+        for _ in range(50):
+            comm.compute(2e-5)
+            comm.progress()
+            assert conserved(world)
+            flying += world.counts.in_flight
+        for work in works:
+            try:
+                work.wait()
+            except rx.RelaxError:
+                assert conserved(world)
+
+    for seed in range(5):
+        world = rx.SimulatedWorld(4, faults=hurt, seed=seed, grouped_above=above)
+        world.run(program)
+        assert conserved(world)
+    assert flying > 0
+    assert world.counts.sent > 20
 
 
 # ------------------------------------------------------------------------ single faults
