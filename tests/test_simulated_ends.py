@@ -128,8 +128,9 @@ def test_a_slow_rank_is_a_timeout_as_on_mpi_and_no_deadlock():
 def test_time_in_computation_is_not_held_against_the_peers():
     def program():
         comm = rx.Comm.world(timeout=1)
+        comm.compute(100.5 * comm.rank)
         works = [rx.allreduce.start(comm, np.ones(1000)) for _ in range(3)]
-        comm.compute(100.0)
+        comm.compute(100.5 * (2 - comm.rank) - 0.5 * (comm.rank == 0))
         return [work.wait()[0] for work in works]
 
     assert rx.SimulatedWorld(3).run(program) == [[3.0] * 3] * 3

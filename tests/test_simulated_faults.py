@@ -440,15 +440,34 @@ def test_what_each_fault_does_to_time_and_counts():
 def test_the_peers_are_not_blamed_for_a_pause_of_this_rank():
     def program():
         with rx.Comm.world(timeout=1) as comm:
-            for _ in range(10):
-                comm.compute(0.01)
-                rx.allreduce(comm, 1)
+            comm.compute(0.2 * comm.rank)  # rank 0 is paused where it waits
+            rx.allreduce(comm, 1)
             return comm.now()
 
-    both = [faults.Pause(0, at=0.05, seconds=99.5), faults.Pause(1, at=0.05, seconds=100.0)]
+    both = [faults.Pause(0, at=0.1, seconds=99.5), faults.Pause(1, at=0.1, seconds=100.0)]
     assert min(rx.SimulatedWorld(2, faults=both).run(program)) > 100
     with pytest.raises(rx.PeerTimeout):
         rx.SimulatedWorld(2, faults=both[1:]).run(program)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_pause_takes_its_time_from_a_computation(background):
+    def program():
+        with rx.Comm.world() as comm:
+            if background:
+                with comm.background():
+                    comm.compute(1.0)
+            else:
+                comm.compute(1.0)
+            return comm.now()
+
+    hurt = [
+        faults.Pause(0, at=0.2, seconds=0.1),
+        faults.Pause(0, at=0.25, seconds=0.1),
+        faults.Pause(0, at=1.1, seconds=5.0),
+        faults.Pause(1, at=1.5, seconds=1.0),
+    ]
+    assert np.allclose(rx.SimulatedWorld(2, faults=hurt).run(program), [6.15, 1.0])
 
 
 def test_a_dropped_message_is_a_timeout_of_the_comm():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.simulation.fabric import Fabric
-from relaxmpi.primitives.simulation.scheduler import Rank
+from relaxmpi.primitives.simulation.rank import Rank
 
 __all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive", "Ticket"]
 

@@ -10,7 +10,7 @@ import numpy as np
 from relaxmpi.primitives.simulation.channel import Channel, Meeting, Parcel, Ticket
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.simulation.scheduler import Rank
+    from relaxmpi.primitives.simulation.rank import Rank
 
 __all__ = ["Exchange"]
 

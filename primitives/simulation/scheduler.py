@@ -8,7 +8,6 @@ the real clock but the watchdog, which only reports.
 
 from __future__ import annotations
 
-import _thread
 import heapq
 import threading
 from collections.abc import Callable
@@ -17,13 +16,13 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from relaxmpi.primitives.errors import Deadlock
+from relaxmpi.primitives.simulation.rank import Ended, Rank
 from relaxmpi.primitives.simulation.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.transport import Request
-    from relaxmpi.primitives.work import Queue
 
-__all__ = ["Ended", "Rank", "Scheduler"]
+__all__ = ["Scheduler"]
 
 # Enough for torch and numba; a thousand of them are cheap, because pages come on demand.
 _STACK = 512 * 1024
@@ -32,83 +31,6 @@ _FEW = 64
 # Real seconds that a thread gets to unwind before its neighbours are ended, too, and in the end.
 _UNWIND = 0.5
 _LAST = 5.0
-
-
-class Ended(BaseException):
-    """Unwinds the thread of a rank that is killed, or of all; no `except Exception` stops it."""
-
-
-class Rank:
-    """What the scheduler knows of one rank.
-
-    Attributes:
-        clock: Its virtual time, in seconds.
-        busy: When its processor has done with the messages that have arrived, in a call.
-        inside: Whether it is in a call of the library, where long messages get its help.
-        resting: Whether it waits for `awaits`, or for any request where that is None.
-        listening: Whether a notice would wake it.
-        dead: Whether a fault has killed it.
-        over: Whether its thread has ended.
-        held: It does not run before this time.
-        lost: Seconds for which faults have held it so far.
-        todo: What it must do for long messages as soon as it is in a call.
-        unheard: Notices that have arrived and were not read.
-        news: Whether one has arrived since it last read all.
-        stolen: Seconds that messages have taken from its processor, while it was in a call.
-        spun: Virtual seconds for which it has looked in vain, without resting.
-        queue: What it waits in, for the report of a deadlock.
-    """
-
-    __slots__ = (
-        "awaits",
-        "baton",
-        "busy",
-        "clock",
-        "dead",
-        "held",
-        "hopeful",
-        "index",
-        "inside",
-        "listening",
-        "lost",
-        "news",
-        "over",
-        "queue",
-        "resting",
-        "result",
-        "spun",
-        "stolen",
-        "thread",
-        "todo",
-        "token",
-        "unheard",
-    )
-
-    def __init__(self, index: int) -> None:
-        self.index, self.clock, self.busy, self.held, self.spun = index, 0.0, 0.0, 0.0, 0.0
-        self.token, self.unheard, self.stolen, self.lost = 0, 0, 0.0, 0.0
-        self.inside = True
-        self.resting = self.listening = self.dead = self.over = self.news = self.hopeful = False
-        self.awaits: Request | None = None
-        self.queue: Queue | None = None
-        self.result: Any = None
-        self.todo: list[Callable[[float], None]] = []
-        self.thread: threading.Thread
-        self.baton = _thread.allocate_lock()
-        self.baton.acquire()
-
-    def pause(self, time: float, seconds: float) -> None:
-        """Hold it from now on."""
-        until = max(self.held, time + seconds)
-        self.lost += until - max(self.held, time)
-        self.held = until
-
-    def catch_up(self) -> None:
-        """Do what has been waiting for this rank to make a call."""
-        while self.todo and not self.dead:
-            todo, self.todo = self.todo, []
-            for action in todo:
-                action(self.clock)
 
 
 class Scheduler:

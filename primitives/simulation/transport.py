@@ -22,7 +22,7 @@ from relaxmpi.primitives.transport import Every, Request
 if TYPE_CHECKING:
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.simulation.fabric import Fabric
-    from relaxmpi.primitives.simulation.scheduler import Rank
+    from relaxmpi.primitives.simulation.rank import Rank
     from relaxmpi.primitives.simulation.world import RankWorld
     from relaxmpi.primitives.stats import Stats
 

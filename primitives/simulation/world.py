@@ -18,7 +18,7 @@ from relaxmpi.primitives.transport import Every
 if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.simulation.fabric import Fabric
-    from relaxmpi.primitives.simulation.scheduler import Rank
+    from relaxmpi.primitives.simulation.rank import Rank
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["RankWorld"]
@@ -183,13 +183,16 @@ class RankWorld:
         if life.backgrounds:
             self._compute_and_progress(end)
             return
-        me.inside = False
+        me.inside, lost = False, me.lost
         self._scheduler.sleep(me, end)
+        while me.lost > lost:  # a pause in the middle
+            end, lost = end + me.lost - lost, me.lost
+            self._scheduler.sleep(me, end)
         me.inside = True
 
     def _compute_and_progress(self, end: float) -> None:
         me, life = self.me, self._life
-        me.stolen = 0.0
+        me.stolen, lost = 0.0, me.lost
         while True:
             before, life.busy = me.clock, True
             try:
@@ -198,8 +201,8 @@ class RankWorld:
             finally:
                 life.busy = False
             # What messages cost the processor is taken from the computation.
-            end += me.clock - before + me.stolen
-            me.stolen = 0.0
+            end += me.clock - before + me.stolen + me.lost - lost
+            me.stolen, lost = 0.0, me.lost
             if me.clock >= end:
                 return
             me.resting, me.awaits, me.queue = True, None, None
