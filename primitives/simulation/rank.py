@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.transport import Request
     from relaxmpi.primitives.work import Queue
 
-__all__ = ["Ended", "Rank"]
+__all__ = ["Ended", "Rank", "Ticket"]
 
 
 class Ended(BaseException):
@@ -69,7 +68,7 @@ class Rank:
         self.token, self.unheard, self.stolen, self.lost = 0, 0, 0.0, 0.0
         self.inside = True
         self.resting = self.listening = self.dead = self.over = self.news = self.hopeful = False
-        self.awaits: Request | None = None
+        self.awaits: Ticket | None = None
         self.queue: Queue | None = None
         self.result: Any = None
         self.todo: list[Callable[[float], None]] = []
@@ -89,3 +88,20 @@ class Rank:
             todo, self.todo = self.todo, []
             for action in todo:
                 action(self.clock)
+
+
+class Ticket:
+    """A request of one rank that something completes later."""
+
+    __slots__ = ("done", "rank")
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.done = rank, False
+
+    def test(self) -> bool:
+        """Whether it has completed."""
+        return self.done
+
+    def missing(self) -> list[int]:
+        """The ranks that it waits for, where it knows."""
+        return []

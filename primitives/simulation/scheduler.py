@@ -13,14 +13,11 @@ import threading
 from collections.abc import Callable
 from math import inf
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from relaxmpi.primitives.errors import Deadlock
-from relaxmpi.primitives.simulation.rank import Ended, Rank
+from relaxmpi.primitives.simulation.rank import Ended, Rank, Ticket
 from relaxmpi.primitives.simulation.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from relaxmpi.primitives.transport import Request
 
 __all__ = ["Scheduler"]
 
@@ -83,7 +80,7 @@ class Scheduler:
         rank.resting = rank.listening = False
         self._alarm(rank, max(time, rank.clock), True)
 
-    def completed(self, rank: Rank, request: Request, time: float) -> None:
+    def completed(self, rank: Rank, request: Ticket, time: float) -> None:
         """Wake a rank that waits for this request."""
         rank.spun = 0.0
         if rank.resting and (rank.awaits is None or rank.awaits is request):
@@ -167,18 +164,13 @@ class Scheduler:
         return None
 
     def _stuck(self) -> str:
-        said: dict[str, list[int]] = {}
+        said: dict[tuple[str, str], list[int]] = {}
         for rank in self.ranks:
-            if rank.dead or rank.over:
-                what = "was killed" if rank.dead else "has returned"
-            elif rank.queue is None or rank.queue.idle:
-                what = "waits for the others"
-            else:
-                what = f"waits in {rank.queue.first()}"
-            said.setdefault(what, []).append(rank.index)
+            said.setdefault(_plight(rank), []).append(rank.index)
         views = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}: {what}"
-            for what, ranks in said.items()
+            f"{_ranks(ranks)} {verbs[len(ranks) > 1]}{what}"
+            for (verb, what), ranks in said.items()
+            for verbs in [verb.split("/")]
         )
         when = max(rank.clock for rank in self.ranks)
         return f"nothing is in flight and nobody can move after {when:.6g} s: {views}"
@@ -262,7 +254,19 @@ class Scheduler:
         rank.thread.join(_UNWIND)
 
 
-def _listed(ranks: list[int]) -> str:
+def _plight(rank: Rank) -> tuple[str, str]:
+    """Why a rank does not move: a verb, for one and for many, and the rest of the sentence."""
+    if rank.dead:
+        return "was/were", " killed"
+    if rank.over:
+        return "has/have", " returned"
+    where = "split" if rank.queue is None or rank.queue.idle else rank.queue.first()
+    missing = [] if rank.awaits is None else rank.awaits.missing()
+    return "waits/wait", f" in {where}" + (f" for {_ranks(missing)}" if missing else "")
+
+
+def _ranks(ranks: list[int]) -> str:
     """Ranks in words, without listing a thousand."""
-    shown = [str(r) for r in ranks[:8]]
-    return ", ".join(shown) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = ", ".join(str(r) for r in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

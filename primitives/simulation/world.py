@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from relaxmpi.primitives.errors import PeerTimeout, RelaxError
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
-from relaxmpi.primitives.simulation.channel import Channel, Ticket
+from relaxmpi.primitives.simulation.channel import Channel
 from relaxmpi.primitives.simulation.faults import draw
 from relaxmpi.primitives.simulation.grouped import GroupedSchedule
 from relaxmpi.primitives.simulation.link import SimulatedLink
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.transport import Every
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.simulation.fabric import Fabric
-    from relaxmpi.primitives.simulation.rank import Rank
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["RankWorld"]
@@ -234,12 +234,13 @@ class RankWorld:
         awaits = head.request
         while isinstance(awaits, Every):
             awaits = awaits.first()
-        if not isinstance(awaits, Ticket):  # somebody else's kind of request: look again
+        ticket = awaits if isinstance(awaits, Ticket) else None
+        if ticket is None:  # somebody else's kind of request: look again
             step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
             me.spun += step
             hopeful = min(hopeful, begin + step)
         patient = begin + max(head.patience.due(head) - head.waited, 0.0) + _EVERY
-        me.resting, me.awaits, me.queue = True, awaits, queue
+        me.resting, me.awaits, me.queue = True, ticket, queue
         self._scheduler.sleep(me, min(hopeful, patient), hopeful=hopeful <= patient)
         self._life.rested = max(0.0, me.clock - begin - (me.lost - lost))
 
