@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.simulation.fabric import Fabric
-from relaxmpi.primitives.simulation.scheduler import Rank
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 
-__all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive", "Ticket"]
+__all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive"]
 
 
 class _Done:
@@ -40,42 +40,51 @@ class Truncated(RelaxError):
         return 15
 
 
-class Ticket:
-    """A request of one rank that something completes later."""
-
-    __slots__ = ("done", "rank")
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank, self.done = rank, False
-
-    def test(self) -> bool:
-        """Whether it has completed."""
-        return self.done
-
-
 class Receive(Ticket):
-    """A receive: the bytes are put in place when the rank looks, at the cost of a message."""
+    """A receive: the bytes are put in place when the rank looks.
 
-    __slots__ = ("_data", "_fabric", "_parcel", "cost")
+    What the message costs the processor is done when it arrives, if the rank is in a call, one
+    message after the other; otherwise when the rank looks.
+    """
+
+    __slots__ = ("_data", "_fabric", "_finish", "_parcel", "extra", "source")
 
     def __init__(self, rank: Rank, data: Any, fabric: Fabric) -> None:
         super().__init__(rank)
         self._data, self._fabric = data, fabric
         self._parcel: Parcel | None = None
-        self.cost = 0.0
+        self._finish = self.extra = 0.0
+        self.source: Rank | None = None
 
     def fill(self, time: float, parcel: Parcel) -> None:
         """The bytes have arrived."""
         self._parcel, self.done = parcel, True
-        self._fabric.scheduler.completed(self.rank, self, time)
+        rank, fabric = self.rank, self._fabric
+        if rank.inside:
+            cost = self._cost(parcel, time)
+            rank.stolen += cost
+            time = self._finish = rank.busy = max(time, rank.busy, rank.clock, rank.held) + cost
+        fabric.scheduler.completed(rank, self, time)
+
+    def missing(self) -> list[int]:
+        """The rank that has not sent."""
+        return [] if self.source is None else [self.source.index]
+
+    def _cost(self, parcel: Parcel, time: float) -> float:
+        fabric = self._fabric
+        cost = self.extra + parcel.pieces * fabric.network.receive_cost
+        return cost * fabric.fates.slowness(self.rank.index, time)
 
     def test(self) -> bool:
         """Whether the bytes are in place."""
         parcel = self._parcel
         if parcel is not None:
             self._parcel = None
-            cost = self.cost or parcel.pieces * self._fabric.network.receive_cost
-            self._fabric.cost(self.rank, cost)
+            rank = self.rank
+            if self._finish:
+                rank.clock = max(rank.clock, self._finish)
+            else:
+                rank.clock += self._cost(parcel, rank.clock)
             if len(parcel.data) != len(self._data):
                 raise Truncated(
                     f"a message of {len(parcel.data)} bytes met a receive of {len(self._data)}"
@@ -135,6 +144,7 @@ class Pipe:
 
     def receive(self, request: Receive, time: float) -> None:
         """Take the next message, now or when it comes."""
+        request.source = self._src
         if self._arrived:
             self._match(time, request, self._arrived.popleft())
         else:
@@ -169,23 +179,37 @@ class Pipe:
 class Meeting:
     """One occasion to which every rank of a channel brings something."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: tuple[Rank, ...]) -> None:
+        self._members = members
         self.brought: dict[int, Any] = {}
         self.tickets: list[Ticket] = []
         self.answer: Any = None
         self.time = 0.0
 
+    def missing(self) -> list[int]:
+        """The ranks that have not come yet."""
+        return [m.index for r, m in enumerate(self._members) if r not in self.brought]
+
 
 class Channel:
     """The state that the ranks' links of one number share."""
 
-    def __init__(self, fabric: Fabric, members: tuple[Rank, ...]) -> None:
+    def __init__(
+        self, fabric: Fabric, members: tuple[Rank, ...], forget: Callable[[], object]
+    ) -> None:
         self.fabric, self.members = fabric, members
         self.nodes = len({fabric.nodes[rank.index] for rank in members})
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in members]
-        self.freed = 0
+        self._freed = 0
+        self._forget = forget
         self._pipes: dict[tuple[int, int, bool], Pipe] = {}
         self._meetings: dict[tuple[str, int], Meeting] = {}
+
+    def free(self) -> None:
+        """Count a rank that has given its end back; after the last one nothing is kept."""
+        self._freed += 1
+        if self._freed == len(self.members):
+            self._forget()
 
     def pipe(self, source: int, dest: int, tree: bool = False) -> Pipe:
         """Return the messages from one member to another: of primitives, or of broadcasts."""
@@ -209,7 +233,7 @@ class Channel:
         """Bring something to a meeting; the last rank to come closes it."""
         meeting = self._meetings.get((kind, number))
         if meeting is None:
-            meeting = self._meetings[kind, number] = Meeting()
+            meeting = self._meetings[kind, number] = Meeting(self.members)
         meeting.brought[me] = what
         meeting.tickets.append(ticket)
         meeting.time = max(meeting.time, self.members[me].clock)

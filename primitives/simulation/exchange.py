@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from relaxmpi.primitives.simulation.channel import Channel, Meeting, Parcel, Ticket
-
-if TYPE_CHECKING:
-    from relaxmpi.primitives.simulation.scheduler import Rank
+from relaxmpi.primitives.simulation.channel import Channel, Meeting, Parcel
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 
 __all__ = ["Exchange"]
 
@@ -29,11 +27,11 @@ class Exchange(Ticket):
     else travels meanwhile comes before or after all of them.
     """
 
-    __slots__ = ("_begin", "_channel", "_me", "_meeting", "_tail", "expected")
+    __slots__ = ("_channel", "_expected", "_me", "_meeting", "_tail")
 
     def __init__(self, channel: Channel, rank: Rank, me: int, expected: int) -> None:
         super().__init__(rank)
-        self._channel, self._me, self.expected = channel, me, expected
+        self._channel, self._me, self._expected = channel, me, expected
         self._meeting: Meeting | None = None
         self._tail = 0.0
 
@@ -46,16 +44,16 @@ class Exchange(Ticket):
         fabric.grouped += len(parcels)
         part = _Part(parcels, begin, rank.clock, slowness)
         self._meeting = self._channel.meet("exchange", number, self._me, self, part, _close)
-        self.done = not self.expected
+        self.done = not self._expected
 
     def arrive(self, time: float, tail: float) -> None:
         """All messages for this rank have arrived; `tail` is left for its processor to do."""
         fabric = self._channel.fabric
-        fabric.grouped -= self.expected
+        fabric.grouped -= self._expected
         if self.rank.dead:
-            fabric.dropped += self.expected
+            fabric.dropped += self._expected
         else:
-            fabric.received += self.expected
+            fabric.received += self._expected
         self._tail, self.done = tail, True
         fabric.scheduler.completed(self.rank, self, time)
 
@@ -65,6 +63,10 @@ class Exchange(Ticket):
             self.rank.clock += self._tail
             self._tail = 0.0
         return self.done
+
+    def missing(self) -> list[int]:
+        """The ranks that have not handed in."""
+        return [] if self._meeting is None else self._meeting.missing()
 
     def take(self, source: int) -> Any:
         """Return what a rank has sent here: not a copy, and read by others, too, in a gather."""
@@ -121,8 +123,7 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
             _queue(mask, port, first, takes_down, links, begin)
         arrive = np.maximum(begin + takes_down, last)
         np.maximum.at(arrivals, dest, arrive)
-        # Ranks look for messages in the order of their senders.
-        order = np.lexsort((source, dest))
+        order = np.lexsort((arrive, dest))
         work = pieces * net.receive_cost * slow[dest]
         for r, lo, hi in _runs(dest[order]):
             here = order[lo:hi]

@@ -14,15 +14,14 @@ from relaxmpi.primitives.simulation.channel import (
     Never,
     Parcel,
     Receive,
-    Ticket,
 )
 from relaxmpi.primitives.simulation.exchange import Exchange
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.transport import Every, Request
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.simulation.fabric import Fabric
-    from relaxmpi.primitives.simulation.scheduler import Rank
     from relaxmpi.primitives.simulation.world import RankWorld
     from relaxmpi.primitives.stats import Stats
 
@@ -31,7 +30,7 @@ __all__ = ["SimulatedTransport"]
 # As over MPI: in so many pieces a long reduction goes between nodes.
 _PIECE = 1024 * 1024
 _MOST_PIECES = 8
-_SEGMENT = 512 * 1024
+_SEGMENT = 32 * 1024
 
 
 class SimulatedTransport:
@@ -107,7 +106,7 @@ class SimulatedTransport:
         return tickets
 
     def exchange(self, payloads: dict[int, Any], expected: int) -> Exchange:
-        """Send one message each to some ranks, and receive `expected` ones: one event for all.
+        """Send one message each to some ranks, and receive `expected` ones: all in one event.
 
         Every rank of the communicator takes part. Where two ranks get the same array it is
         copied once, and they read that copy.
@@ -162,7 +161,7 @@ class _Relay(Receive):
     def fill(self, time: float, parcel: Parcel) -> None:
         """The bytes have arrived."""
         net, rank = self._fabric.network, self.rank
-        self.cost = parcel.pieces * (net.receive_cost + len(self._dests) * net.send_cost)
+        self.extra = parcel.pieces * len(self._dests) * net.send_cost
         super().fill(time, parcel)
         if self._dests:
             self._fabric.scheduler.help(rank, time, self._send_on)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from relaxmpi.primitives.errors import PeerTimeout, RelaxError
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
-from relaxmpi.primitives.simulation.channel import Channel, Ticket
+from relaxmpi.primitives.simulation.channel import Channel
 from relaxmpi.primitives.simulation.faults import draw
 from relaxmpi.primitives.simulation.grouped import GroupedSchedule
 from relaxmpi.primitives.simulation.link import SimulatedLink
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.transport import Every
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.simulation.fabric import Fabric
-    from relaxmpi.primitives.simulation.scheduler import Rank
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["RankWorld"]
@@ -71,7 +71,9 @@ class Group:
         """Return the channel that the ranks' links of this number share."""
         found = self._channels.get(number)
         if found is None:
-            found = self._channels[number] = Channel(self.fabric, self.members)
+            found = self._channels[number] = Channel(
+                self.fabric, self.members, lambda: self._channels.pop(number)
+            )
         return found
 
     def part(self, number: int, color: int, members: tuple[Rank, ...]) -> Group:
@@ -85,14 +87,14 @@ class Group:
 class Life:
     """What the Worlds of one rank have in common."""
 
-    def __init__(self, rank: Rank, seed: int, jitter: float, calls: dict[int, None]) -> None:
+    def __init__(self, rank: Rank, seed: int, jitter: float) -> None:
         self.comms = OpenComms()
         self.backgrounds: list[Queue] = []
         self.busy = False
         self.rested = 0.0
         self.calls = self.computed = 0
         self.kept: list[Any] = []
-        self.fatal = calls
+        self.fatal: list[int] = []  # calls before which it is killed
         self._seed, self._jitter, self._index = seed, jitter, rank.index
 
     def jitter(self) -> float:
@@ -181,12 +183,16 @@ class RankWorld:
         if life.backgrounds:
             self._compute_and_progress(end)
             return
-        me.inside = False
+        me.inside, lost = False, me.lost
         self._scheduler.sleep(me, end)
+        while me.lost > lost:  # a pause in the middle
+            end, lost = end + me.lost - lost, me.lost
+            self._scheduler.sleep(me, end)
         me.inside = True
 
     def _compute_and_progress(self, end: float) -> None:
         me, life = self.me, self._life
+        me.stolen, lost = 0.0, me.lost
         while True:
             before, life.busy = me.clock, True
             try:
@@ -194,7 +200,9 @@ class RankWorld:
                     queue.progress()
             finally:
                 life.busy = False
-            end += me.clock - before  # the processor's work for messages is taken from it
+            # What messages cost the processor is taken from the computation.
+            end += me.clock - before + me.stolen + me.lost - lost
+            me.stolen, lost = 0.0, me.lost
             if me.clock >= end:
                 return
             me.resting, me.awaits, me.queue = True, None, None
@@ -219,7 +227,7 @@ class RankWorld:
         """See `World`: sleep until the head can have moved, or wants to be looked after."""
         self._here()
         me, head = self.me, queue.head()
-        begin = me.clock
+        begin, lost = me.clock, me.lost
         hopeful = begin + timeout - waited + _POLL if timeout is not None else float("inf")
         if me.unheard and (me.news or head.waited < _WORTH):
             hopeful = min(hopeful, begin + max(_WORTH - head.waited, 0.0) + _EVERY)
@@ -227,15 +235,15 @@ class RankWorld:
         while isinstance(awaits, Every):
             awaits = awaits.first()
         several = sum(not beside.idle for beside in queue.together) > 1
-        # Somebody else's kind of request, or more than one: look again.
-        if several or not isinstance(awaits, Ticket):
+        ticket = awaits if isinstance(awaits, Ticket) and not several else None
+        if ticket is None:  # somebody else's kind of request, or more than one: look again
             step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
             me.spun += step
             hopeful = min(hopeful, begin + step)
         patient = begin + max(head.patience.due(head) - head.waited, 0.0) + _EVERY
-        me.resting, me.awaits, me.queue = True, awaits, queue
+        me.resting, me.awaits, me.queue = True, ticket, queue
         self._scheduler.sleep(me, min(hopeful, patient), hopeful=hopeful <= patient)
-        self._life.rested = me.clock - begin
+        self._life.rested = max(0.0, me.clock - begin - (me.lost - lost))
 
     def _here(self) -> None:
         """Take part in what has waited for a call; other threads have no virtual time."""
