@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from functools import cached_property
 from types import TracebackType
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from relaxmpi.primitives.hierarchy import Hierarchy
+    from relaxmpi.primitives.trace import Trace
     from relaxmpi.primitives.transport import Transport
 
 __all__ = ["Comm"]
@@ -63,6 +65,8 @@ class Comm:
         )
         self.queue = Queue(self.stats, world) if queue is None else queue
         world.comms.add(self)
+        if world.recorder is not None:
+            world.recorder.stats.append(self.stats)
         self._started = Lane(started, ordered, self.stats)
         self._inside = Lane(ordered, ordered, self.stats)
         self._host = data.transport(settings, self.stats, len(set(self.nodes)))
@@ -151,7 +155,51 @@ class Comm:
 
     def compute(self, seconds: float) -> None:
         """Take the time that a computation of `seconds` would take, leaving the cores free."""
+        recorder = self._world.recorder
+        if recorder is None:
+            self._world.compute(seconds)
+            return
+        recorder.enter()
+        begin = self._world.now()
         self._world.compute(seconds)
+        recorder.computed(begin, self._world.now())
+
+    def trace(self, path: str | os.PathLike[str] | None = None) -> Trace:
+        """Return a context manager that records what the ranks do and draws a timeline of it.
+
+        It sees all Comms of this rank: calls from start to end, where the caller was blocked,
+        `compute`, and, in a simulated world, messages: each one, or, where a collective of many
+        ranks is one event, the last for each rank. Open the file in https://ui.perfetto.dev or
+        chrome://tracing. A block without a path only keeps `recording`.
+
+        With a path the end of the block is collective, and rank 0 writes the file, at once when
+        all is there. Each host has a clock of its own: how much one differs from that of rank
+        0's host is measured at the end, by messages to and fro, the fastest of which counts. The
+        error is below half their time; that clocks drift during the block is not corrected. A
+        rank that leaves the block by an exception writes what it knows to `NAME.rankR.SUFFIX`.
+
+        Args:
+            path: The file, made or replaced.
+
+        Raises:
+            FileNotFoundError: On rank 0, before anything is recorded: there is no such folder.
+
+        Example:
+            >>> import numpy as np, relaxmpi as rx
+            >>> with rx.Comm.world() as comm:
+            ...     with comm.trace() as trace:
+            ...         rx.allreduce(comm, np.ones(2), name="loss")
+            array([1., 1.])
+            >>> [call.title for call in trace.recording.calls]
+            ["allreduce 'loss'"]
+        """
+        from relaxmpi.primitives.trace import Trace
+
+        return Trace(self._world, lambda: self._meet("trace"), path)
+
+    def sent(self) -> int:
+        """Return the payload bytes that this rank has sent, also by the parts of a Hierarchy."""
+        return self.stats.payload_bytes
 
     def close(self) -> None:
         """Give the private communicators back. Never communicates; a second call does nothing.
@@ -202,12 +250,17 @@ class Comm:
 
     def submit(self, call: Call, flow: Flow[T]) -> Work[T]:
         """Append a flow to the stream; its agreement is posted now."""
-        queue = self.queue
+        queue, recorder = self.queue, self._world.recorder
         if self.closed or queue.broken is not None or running_queue() is queue:
             raise self._unusable(call)
+        if recorder is not None:
+            recorder.enter()
+        what = call.what
         if self.mark:
-            call.what = (*call.what, self.mark)
+            call.what = (*what, self.mark)
         flow = _after(self._started.post(call), flow)
+        if recorder is not None:
+            flow = recorder.call(self, what, flow)
         return queue.submit(flow, call.__str__, self._notices)
 
     def _unusable(self, call: Call) -> RelaxError:
@@ -227,7 +280,11 @@ class Comm:
                 f"{call} inside a primitive of another Comm would hang: the two streams know "
                 "nothing of each other; use one Comm, or comm.by_node()"
             )
-        return (yield from _after(self._inside.post(call), flow))
+        flow = _after(self._inside.post(call), flow)
+        recorder = self._world.recorder
+        if recorder is not None:
+            flow = recorder.call(self, call.what, flow, inner=True)
+        return (yield from flow)
 
     @property
     def layout(self) -> str:

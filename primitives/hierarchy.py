@@ -72,6 +72,11 @@ class Hierarchy(Comm):
         if self.cross is not None:
             self.cross.begin()
 
+    def sent(self) -> int:
+        """Return the payload bytes that this rank has sent, also by its parts."""
+        cross = 0 if self.cross is None else self.cross.sent()
+        return super().sent() + self.local.sent() + cross
+
     def close(self) -> None:
         """Give all its communicators back; see `Comm.close`."""
         super().close()

@@ -16,6 +16,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from relaxmpi.primitives.errors import Deadlock
+from relaxmpi.primitives.recorder import Cause
 from relaxmpi.primitives.simulation.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -55,11 +56,13 @@ class Rank:
         stolen: Seconds that messages have taken from its processor, while it was in a call.
         spun: Virtual seconds for which it has looked in vain, without resting.
         queue: What it waits in, for the report of a deadlock.
+        cause: What ended its last rest.
     """
 
     __slots__ = (
         "awaits",
         "baton",
+        "cause",
         "busy",
         "clock",
         "dead",
@@ -88,11 +91,17 @@ class Rank:
         self.resting = self.listening = self.dead = self.over = self.news = self.hopeful = False
         self.awaits: Request | None = None
         self.queue: Queue | None = None
+        self.cause: Cause | None = None
         self.result: Any = None
         self.todo: list[Callable[[float], None]] = []
         self.thread: threading.Thread
         self.baton = _thread.allocate_lock()
         self.baton.acquire()
+
+    def owes(self, peer: int, sent: float) -> None:
+        """Note what may end this rank's rest: `peer` did its part at `sent`."""
+        if self.resting:
+            self.cause = Cause(peer, sent)
 
     def catch_up(self) -> None:
         """Do what has been waiting for this rank to make a call."""
