@@ -66,7 +66,7 @@ class Comm:
         self.queue = Queue(self.stats, world) if queue is None else queue
         world.comms.add(self)
         if world.recorder is not None:
-            world.recorder.stats.append(self.stats)
+            world.recorder.made(self.stats)
         self._started = Lane(started, ordered, self.stats)
         self._inside = Lane(ordered, ordered, self.stats)
         self._host = data.transport(settings, self.stats, len(set(self.nodes)))

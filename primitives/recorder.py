@@ -140,6 +140,11 @@ class Recorder:
     def leave(self) -> None:
         """The caller goes on."""
 
+    def made(self, stats: Stats) -> None:
+        """Note a new Comm by its counters."""
+        self.stats.append(stats)
+        self.leave()
+
     def call(
         self, comm: Comm, what: tuple[Hashable, ...], flow: Flow[T], *, inner: bool = False
     ) -> Flow[T]:

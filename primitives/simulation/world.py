@@ -132,7 +132,10 @@ class RankWorld:
     @property
     def mpi(self) -> NoReturn:
         """There is none."""
-        raise RelaxError("a simulated world has no MPI communicator")
+        raise RelaxError(
+            "a simulated world has no MPI communicator: what a program does through comm.mpi and "
+            "mpi4py needs real ranks, under mpirun"
+        )
 
     def link(self) -> SimulatedLink:
         """See `World`."""
