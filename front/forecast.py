@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import median, quantiles
 from typing import NamedTuple, TypeVar
@@ -79,78 +79,52 @@ def forecast(
         measured: Whether real computation was counted.
     """
     net, nodes = world.network, len(set(world.nodes))
-    rows = [
-        (
-            "world",
-            f"{_many(world.n, 'rank')} on {_many(nodes, 'node')}, {show_duration(net.latency)}, "
-            f"{show_rate(8 * net.bandwidth)}, seed {world.seed}",
-        ),
-        ("time", show_duration(max(clocks)) + ("" if measured else " besides real computation")),
-        *_step_rows(steps_of(recorders, step), step),
-        *_sent(recorders, net.scale),
-        *_shares(recorders, clocks),
-    ]
-    lines = [f"{title:<10}{text}" for title, text in rows]
-    return "\n".join(["", *lines, *_waits(recorders)])
+    place = f"{_many(world.n, 'rank')} on {_many(nodes, 'node')}"
+    links = f"{show_duration(net.latency)}, {show_rate(8 * net.bandwidth)}"
+    besides = "" if measured else " besides real computation"
+    payload = [net.scale * sum(s.payload_bytes for s in r.stats) for r in recorders]
+    messages = [sum(s.messages for s in r.stats) for r in recorders]
+    waited = [sum(w.end - w.begin for w in r.waits) for r in recorders]
+    computed = [sum(c.end - c.begin for c in r.computes) for r in recorders]
+    return "\n".join(
+        [
+            f"world      {place}, {links}, seed {world.seed}",
+            f"time       {show_duration(max(clocks))}{besides}",
+            f"step       {_step_words(steps_of(recorders, step), step)}",
+            f"sent       {_spread(payload, show_bytes)}",
+            f"messages   {_spread(messages, '{:.0f}'.format)}",
+            f"waiting    {_spread(waited, show_duration)}, {_share(waited, clocks):.1%} of the time",
+            f"computing  {_spread(computed, show_duration)}, {_share(computed, clocks):.1%}",
+            *_waits(recorders),
+        ]
+    )
 
 
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _step_rows(steps: Steps | None, wanted: str | None) -> list[tuple[str, str]]:
+def _step_words(steps: Steps | None, wanted: str | None) -> str:
     if steps is None:
         said = "" if wanted is None else f" with {wanted!r} in its description"
-        return [("step", f"none: no call{said} is made twice")]
-    low, middle, high = (
-        quantiles(steps.seconds, n=4, method="inclusive")
-        if len(steps.seconds) > 1
-        else steps.seconds * 3
+        return f"none: no call{said} is made twice"
+    several = len(steps.seconds) > 1
+    values = quantiles(steps.seconds, n=4, method="inclusive") if several else steps.seconds * 3
+    low, middle, high = map(show_duration, values)
+    return (
+        f"{middle}, quartiles {low} and {high}, of {_many(len(steps.seconds), 'step')}, "
+        f"each from\n{'':11}{steps.call} to the next"
     )
-    return [
-        (
-            "step",
-            f"{show_duration(middle)} (median of {len(steps.seconds)}; quartiles "
-            f"{show_duration(low)} and {show_duration(high)}), from the end of one",
-        ),
-        ("", f"{steps.call} to that of the next"),
-    ]
 
 
-def _spread(values: Sequence[float]) -> tuple[float, float, float]:
-    return median(values), min(values), max(values)
+def _spread(values: Sequence[float], show: Callable[[float], str]) -> str:
+    text = f"{show(median(values))} a rank"
+    low, high = show(min(values)), show(max(values))
+    return text if low == high else f"{text} (median; {low} to {high})"
 
 
-def _sent(recorders: Sequence[Recorder], scale: float) -> list[tuple[str, str]]:
-    payload = [scale * sum(s.payload_bytes for s in r.stats) for r in recorders]
-    messages = [sum(s.messages for s in r.stats) for r in recorders]
-    middle, low, high = _spread(payload)
-    several, fewest, most = _spread(messages)
-    return [
-        (
-            "sent",
-            f"{show_bytes(middle)} a rank (median; {show_bytes(low)} to {show_bytes(high)}) in "
-            f"{several:.0f} messages ({fewest} to {most})",
-        )
-    ]
-
-
-def _shares(recorders: Sequence[Recorder], clocks: Sequence[float]) -> list[tuple[str, str]]:
-    rows = []
-    for title, seconds in (
-        ("waiting", [sum(w.end - w.begin for w in r.waits) for r in recorders]),
-        ("computing", [sum(c.end - c.begin for c in r.computes) for r in recorders]),
-    ):
-        middle, low, high = _spread(seconds)
-        share = median(s / clock if clock else 0.0 for s, clock in zip(seconds, clocks, strict=True))
-        rows.append(
-            (
-                title,
-                f"{show_duration(middle)} a rank (median; {show_duration(low)} to "
-                f"{show_duration(high)}), {share:.1%} of the time",
-            )
-        )
-    return rows
+def _share(seconds: Sequence[float], clocks: Sequence[float]) -> float:
+    return median(s / clock if clock else 0.0 for s, clock in zip(seconds, clocks, strict=True))
 
 
 def _waits(recorders: Sequence[Recorder]) -> list[str]:
@@ -160,6 +134,8 @@ def _waits(recorders: Sequence[Recorder]) -> list[str]:
     for recorder in recorders:
         for wait in recorder.waits:
             for peer, rest in wait.rests.items():
+                if peer == recorder.index:  # it came last itself: then it is the network
+                    continue
                 everybody[peer] = everybody.get(peer, _Waited()).plus(*rest)
                 pair = recorder.index, peer
                 pairs[pair] = pairs.get(pair, _Waited()).plus(*rest)

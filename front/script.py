@@ -140,7 +140,7 @@ def _installed(path: Path, arguments: Sequence[str], everybody: bool) -> Iterato
     known = sys.modules.pop("mpi4py.MPI", None)
     outputs = [_Output(sys.stdout, everybody), _Output(sys.stderr, everybody)]
     sys.argv = [str(path), *arguments]
-    sys.stdout, sys.stderr = outputs  # type: ignore[assignment]
+    sys.stdout, sys.stderr = outputs
     sys.modules["__main__"] = _Main("__main__")
     sys.path.insert(0, str(path.resolve().parent))
     sys.meta_path.insert(0, no_mpi)

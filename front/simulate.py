@@ -166,11 +166,14 @@ def run(options: argparse.Namespace) -> int:
         print(f"relaxmpi simulate: {error}", file=sys.stderr)
         return 2
     if options.trace is not None:
-        recordings = {r: recorder.since((0, 0, 0, 0), 0.0) for r, recorder in enumerate(done.recorders)}
+        recordings = {
+            r: recorder.since((0, 0, 0, 0), 0.0) for r, recorder in enumerate(done.recorders)
+        }
         write_timeline(options.trace, recordings, dict.fromkeys(recordings, 0.0))
     if done.failure is not None:
         print(f"relaxmpi simulate: {done.failure.text}", end="", file=sys.stderr)
     else:
+        print()
         print(forecast(done.recorders, done.clocks, world, options.step, options.compute > 0))
     if done.hidden:
         print(f"(other ranks printed {done.hidden} lines: --all-output shows them)")

@@ -165,33 +165,10 @@ class Comm:
         recorder.computed(begin, self._world.now())
 
     def trace(self, path: str | os.PathLike[str] | None = None) -> Trace:
-        """Return a context manager that records what the ranks do and draws a timeline of it.
-
-        It sees all Comms of this rank: calls from start to end, where the caller was blocked,
-        `compute`, and, in a simulated world, messages: each one, or, where a collective of many
-        ranks is one event, the last for each rank. Open the file in https://ui.perfetto.dev or
-        chrome://tracing. A block without a path only keeps `recording`.
-
-        With a path the end of the block is collective, and rank 0 writes the file, at once when
-        all is there. Each host has a clock of its own: how much one differs from that of rank
-        0's host is measured at the end, by messages to and fro, the fastest of which counts. The
-        error is below half their time; that clocks drift during the block is not corrected. A
-        rank that leaves the block by an exception writes what it knows to `NAME.rankR.SUFFIX`.
+        """Return a context manager that records what the ranks do; see `Trace`.
 
         Args:
-            path: The file, made or replaced.
-
-        Raises:
-            FileNotFoundError: On rank 0, before anything is recorded: there is no such folder.
-
-        Example:
-            >>> import numpy as np, relaxmpi as rx
-            >>> with rx.Comm.world() as comm:
-            ...     with comm.trace() as trace:
-            ...         rx.allreduce(comm, np.ones(2), name="loss")
-            array([1., 1.])
-            >>> [call.title for call in trace.recording.calls]
-            ["allreduce 'loss'"]
+            path: Where to draw a timeline of it; None draws none.
         """
         from relaxmpi.primitives.trace import Trace
 

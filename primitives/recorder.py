@@ -103,10 +103,10 @@ class Recording(NamedTuple):
     """What one rank did between `begin` and `end`, seconds on its world's clock.
 
     Attributes:
-        index: The rank, as numbered in the world.
+        rank: As numbered in the world.
     """
 
-    index: int
+    rank: int
     begin: float
     end: float
     calls: list[CallSpan]
@@ -188,9 +188,9 @@ class Recorder:
         """Note a `comm.compute`."""
         self.computes.append(Compute(begin, end))
 
-    def lengths(self) -> tuple[int, ...]:
+    def lengths(self) -> tuple[int, int, int, int]:
         """Say how much is recorded, for `since`."""
-        return tuple(map(len, (self.calls, self.waits, self.computes, self.messages)))
+        return len(self.calls), len(self.waits), len(self.computes), len(self.messages)
 
     def since(self, lengths: tuple[int, ...], begin: float) -> Recording:
         """Return what was recorded after `lengths` were."""

@@ -60,7 +60,7 @@ def events_of(
 ) -> Iterator[_Event]:
     """Yield the events, track by track in the order of time; see `write_timeline`."""
     start = min(offsets[rank] + r.begin for rank, r in recordings.items())
-    ranks = {recording.index: rank for rank, recording in recordings.items()}
+    ranks = {recording.rank: rank for rank, recording in recordings.items()}
     messages = [
         (number, message)
         for number, message in enumerate(m for r in recordings.values() for m in r.messages)
@@ -128,22 +128,22 @@ def _lanes(slices: list[_Slice]) -> list[list[_Slice]]:
     """Part them into as few tracks as are needed for events that nest or follow each other."""
     lanes: list[tuple[list[_Slice], list[float]]] = []  # with the ends of what is open in each
     for piece in sorted(slices, key=lambda s: s.begin):  # what is inside came after its whole
-        for lane, open_ in lanes:
-            while open_ and open_[-1] <= piece.begin:
-                open_.pop()
-            if not open_ or (piece.inner and piece.end <= open_[-1]):
-                break
-        else:
-            lane, open_ = [], []
-            lanes.append((lane, open_))
-        lane.append(piece)
-        open_.append(piece.end)
+        found = next((lane for lane in lanes if _fits(piece, lane[1])), None)
+        if found is None:
+            found = [], []
+            lanes.append(found)
+        found[0].append(piece)
+        found[1].append(piece.end)
     return [lane for lane, _ in lanes]
 
 
-def _complete(
-    piece: _Slice, track: str, rank: int, thread: int, shift: float
-) -> Iterator[_Event]:
+def _fits(piece: _Slice, ends: list[float]) -> bool:
+    while ends and ends[-1] <= piece.begin:
+        ends.pop()
+    return not ends or (piece.inner and piece.end <= ends[-1])
+
+
+def _complete(piece: _Slice, track: str, rank: int, thread: int, shift: float) -> Iterator[_Event]:
     where = {"pid": rank, "tid": thread}
     # To the nanosecond, both ends alike, so that what nests or follows still does.
     begin, end = round((piece.begin + shift) * 1e6, 3), round((piece.end + shift) * 1e6, 3)

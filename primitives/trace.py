@@ -19,10 +19,33 @@ __all__ = ["Trace"]
 
 
 class Trace:
-    """Made by `Comm.trace`; a context manager.
+    """What the ranks do in a block, as a timeline; made by `Comm.trace`.
+
+    It sees all Comms of this rank: calls from start to end, where the caller was blocked,
+    `compute`, and, in a simulated world, messages: each one, or, where a collective of many ranks
+    is one event, the last for each rank. Open the file in https://ui.perfetto.dev or
+    chrome://tracing.
+
+    With a path the end of the block is collective, and rank 0 writes the file, at once when all is
+    there. Each host has a clock of its own: how much it differs from that of rank 0's is measured
+    at the end, by messages to and fro, the fastest of which counts. The error is below half their
+    time; that clocks drift meanwhile is not corrected. A rank that leaves the block by an exception
+    writes what it knows to `NAME.rankR.SUFFIX`.
 
     Attributes:
         recording: What this rank did, once the block has ended.
+
+    Raises:
+        FileNotFoundError: On rank 0, before anything is recorded: there is no such folder.
+
+    Example:
+        >>> import numpy as np, relaxmpi as rx
+        >>> with rx.Comm.world() as comm:
+        ...     with comm.trace() as trace:     # or comm.trace("run.json")
+        ...         rx.allreduce(comm, np.ones(2), name="loss")
+        array([1., 1.])
+        >>> [call.title for call in trace.recording.calls]
+        ["allreduce 'loss'"]
     """
 
     recording: Recording
@@ -68,4 +91,6 @@ class Trace:
         found = self._world.gather((offset, self.recording))
         if found is not None:
             recordings = {rank: recording for rank, (_, recording) in enumerate(found)}
-            write_timeline(path, recordings, {rank: seconds for rank, (seconds, _) in enumerate(found)})
+            write_timeline(
+                path, recordings, {rank: seconds for rank, (seconds, _) in enumerate(found)}
+            )

@@ -92,9 +92,7 @@ def _close(meeting: Meeting) -> None:
         channel.fabric.scheduler.at(time, ticket.arrive, max(0.0, arrivals[r] + tails[r] - time))
 
 
-def _reckon(
-    channel: Channel, parts: list[_Part]
-) -> tuple[list[float], list[float], list[Message]]:
+def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[float], list[Message]]:
     """Return when each rank has all messages, its processor's work then, and the last of them."""
     fabric, net = channel.fabric, channel.fabric.network
     begins = np.array([part.begin for part in parts])

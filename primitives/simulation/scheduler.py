@@ -62,8 +62,8 @@ class Rank:
     __slots__ = (
         "awaits",
         "baton",
-        "cause",
         "busy",
+        "cause",
         "clock",
         "dead",
         "held",
