@@ -81,7 +81,7 @@ def forecast(
     net, nodes = world.network, len(set(world.nodes))
     place = f"{_many(world.n, 'rank')} on {_many(nodes, 'node')}"
     links = f"{show_duration(net.latency)}, {show_rate(8 * net.bandwidth)}"
-    besides = "" if measured else " besides real computation"
+    besides = "" if measured else " (only comm.compute takes time: see --compute)"
     payload = [net.scale * sum(s.payload_bytes for s in r.stats) for r in recorders]
     messages = [sum(s.messages for s in r.stats) for r in recorders]
     waited = [sum(w.end - w.begin for w in r.waits) for r in recorders]
@@ -93,7 +93,7 @@ def forecast(
             f"step       {_step_words(steps_of(recorders, step), step)}",
             f"sent       {_spread(payload, show_bytes)}",
             f"messages   {_spread(messages, '{:.0f}'.format)}",
-            f"waiting    {_spread(waited, show_duration)}, {_share(waited, clocks):.1%} of the time",
+            f"waiting    {_spread(waited, show_duration)}, {_share(waited, clocks):.1%} of it",
             f"computing  {_spread(computed, show_duration)}, {_share(computed, clocks):.1%}",
             *_waits(recorders),
         ]

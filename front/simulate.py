@@ -167,9 +167,9 @@ def run(options: argparse.Namespace) -> int:
         return 2
     if options.trace is not None:
         recordings = {
-            r: recorder.since((0, 0, 0, 0), 0.0) for r, recorder in enumerate(done.recorders)
+            recorder.index: (recorder.since((0, 0, 0, 0), 0.0), 0.0) for recorder in done.recorders
         }
-        write_timeline(options.trace, recordings, dict.fromkeys(recordings, 0.0))
+        write_timeline(options.trace, recordings)
     if done.failure is not None:
         print(f"relaxmpi simulate: {done.failure.text}", end="", file=sys.stderr)
     else:

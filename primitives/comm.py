@@ -73,6 +73,7 @@ class Comm:
         self._transports: dict[str, Transport] = {}
         self._scratch: dict[tuple[str, str, int], Any] = {}
         self._taken = 0
+        self._parts: list[Comm] = []
         self.door = Door()
         self.closed = False
         self.mark = ""
@@ -176,7 +177,7 @@ class Comm:
 
     def sent(self) -> int:
         """Return the payload bytes that this rank has sent, also by the parts of a Hierarchy."""
-        return self.stats.payload_bytes
+        return self.stats.payload_bytes + sum(part.sent() for part in self._parts)
 
     def close(self) -> None:
         """Give the private communicators back. Never communicates; a second call does nothing.

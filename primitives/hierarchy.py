@@ -44,6 +44,7 @@ class Hierarchy(Comm):
         self.local = self._part(self.nodes[self.rank])
         slot = self.local.rank
         self.cross = self._split(slot if slot < self.shares else None, self.rank, self.queue)
+        self._parts = [part for part in (self.local, self.cross) if part is not None]
 
     def _part(self, color: int) -> Comm:
         part = self._split(color, self.rank, self.queue)
@@ -71,11 +72,6 @@ class Hierarchy(Comm):
         self.local.begin()
         if self.cross is not None:
             self.cross.begin()
-
-    def sent(self) -> int:
-        """Return the payload bytes that this rank has sent, also by its parts."""
-        cross = 0 if self.cross is None else self.cross.sent()
-        return super().sent() + self.local.sent() + cross
 
     def close(self) -> None:
         """Give all its communicators back; see `Comm.close`."""

@@ -32,21 +32,18 @@ class _Slice(NamedTuple):
     inner: bool = False
 
 
-def write_timeline(
-    path: Path, recordings: Mapping[int, Recording], offsets: Mapping[int, float]
-) -> None:
+def write_timeline(path: Path, recordings: Mapping[int, tuple[Recording, float]]) -> None:
     """Write a file, or replace it at once when it is complete.
 
     Args:
         path: Where to.
-        recordings: By rank.
-        offsets: Seconds to add to each rank's times.
+        recordings: By rank; with the seconds to add to its times.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit":"ms","traceEvents":[')
-            for number, event in enumerate(events_of(recordings, offsets)):
+            for number, event in enumerate(events_of(recordings)):
                 file.write(",\n" if number else "\n")
                 file.write(json.dumps(event, separators=(",", ":")))
             file.write("\n]}\n")
@@ -55,11 +52,10 @@ def write_timeline(
         temporary.unlink(missing_ok=True)
 
 
-def events_of(
-    recordings: Mapping[int, Recording], offsets: Mapping[int, float]
-) -> Iterator[_Event]:
+def events_of(found: Mapping[int, tuple[Recording, float]]) -> Iterator[_Event]:
     """Yield the events, track by track in the order of time; see `write_timeline`."""
-    start = min(offsets[rank] + r.begin for rank, r in recordings.items())
+    start = min(recording.begin + offset for recording, offset in found.values())
+    recordings = {rank: recording for rank, (recording, _) in found.items()}
     ranks = {recording.rank: rank for rank, recording in recordings.items()}
     messages = [
         (number, message)
@@ -100,7 +96,7 @@ def events_of(
                 yield _metadata("thread_name", rank, thread, name=name)
                 yield _metadata("thread_sort_index", rank, thread, sort_index=thread)
                 for piece in lane:
-                    yield from _complete(piece, track, rank, thread, offsets[rank] - start)
+                    yield from _complete(piece, track, rank, thread, found[rank][1] - start)
 
 
 def _call(span: CallSpan, latest: float) -> _Slice:
@@ -125,22 +121,27 @@ def _rests(rests: dict[int, tuple[float, float]]) -> dict[str, Any]:
 
 
 def _lanes(slices: list[_Slice]) -> list[list[_Slice]]:
-    """Part them into as few tracks as are needed for events that nest or follow each other."""
-    lanes: list[tuple[list[_Slice], list[float]]] = []  # with the ends of what is open in each
+    """Part them into as few tracks as are needed for events that nest or follow each other.
+
+    A part of another primitive's call goes into the shortest one that encloses it.
+    """
+    lanes: list[list[_Slice]] = []
+    ends: list[list[float]] = []  # of what is open in each lane
     for piece in sorted(slices, key=lambda s: s.begin):  # what is inside came after its whole
-        found = next((lane for lane in lanes if _fits(piece, lane[1])), None)
-        if found is None:
-            found = [], []
-            lanes.append(found)
-        found[0].append(piece)
-        found[1].append(piece.end)
-    return [lane for lane, _ in lanes]
-
-
-def _fits(piece: _Slice, ends: list[float]) -> bool:
-    while ends and ends[-1] <= piece.begin:
-        ends.pop()
-    return not ends or (piece.inner and piece.end <= ends[-1])
+        for open_ in ends:
+            while open_ and open_[-1] <= piece.begin:
+                open_.pop()
+        around = [(e[-1], k) for k, e in enumerate(ends) if e and piece.end <= e[-1]]
+        idle = [(0.0, k) for k, e in enumerate(ends) if not e]
+        fitting = (around if piece.inner else []) or idle
+        if not fitting:
+            fitting = [(0.0, len(lanes))]
+            lanes.append([])
+            ends.append([])
+        _, number = min(fitting)
+        lanes[number].append(piece)
+        ends[number].append(piece.end)
+    return lanes
 
 
 def _complete(piece: _Slice, track: str, rank: int, thread: int, shift: float) -> Iterator[_Event]:

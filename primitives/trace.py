@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from relaxmpi.primitives.recorder import Recorder, Recording
+from relaxmpi.primitives.recorder import Message, Recorder, Recording
 from relaxmpi.primitives.timeline import write_timeline
 from relaxmpi.primitives.world import World
 
@@ -74,23 +74,24 @@ class Trace:
         self, kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None
     ) -> None:
         self.recording = self._recorder.since(self._lengths, self._begin)
+        path = self._path
+        if path is not None and kind is None:
+            self._meet()
+            # What this rank has sent may have been under way when it came to the end.
+            self.recording = self.recording._replace(messages=self._messages())
         if self._owned:
             self._world.record(None)
-        if self._path is None:
+        if path is None:
             return
         if kind is None:
-            self._together(self._path)
+            found = self._world.gather((self.recording, self._world.clock_offset()))
+            if found is not None:
+                write_timeline(path, dict(enumerate(found)))
         elif issubclass(kind, Exception):
             # The others may never come: what this rank knows goes into a file of its own.
-            path = self._path.with_suffix(f".rank{self._world.rank}{self._path.suffix}")
-            write_timeline(path, {self._world.rank: self.recording}, {self._world.rank: 0.0})
+            own = path.with_suffix(f".rank{self._world.rank}{path.suffix}")
+            write_timeline(own, {self._world.rank: (self.recording, 0.0)})
 
-    def _together(self, path: Path) -> None:
-        self._meet()
-        offset = self._world.clock_offset()
-        found = self._world.gather((offset, self.recording))
-        if found is not None:
-            recordings = {rank: recording for rank, (_, recording) in enumerate(found)}
-            write_timeline(
-                path, recordings, {rank: seconds for rank, (seconds, _) in enumerate(found)}
-            )
+    def _messages(self) -> list[Message]:
+        later = self._recorder.since(self._lengths, self._begin).messages
+        return [message for message in later if message.sent <= self.recording.end]
