@@ -139,6 +139,27 @@ def test_comms_of_all_kinds():
         rx.SimulatedWorld(n, ranks_per_node=2).run(program)
 
 
+def test_communicators_are_given_back(monkeypatch):
+    from relaxmpi.primitives.simulation import world
+
+    groups, make = [], world.Group.__init__
+
+    def init(group, *args):
+        groups.append(group)
+        make(group, *args)
+
+    monkeypatch.setattr(world.Group, "__init__", init)
+
+    def program():
+        with rx.Comm.world() as comm:
+            for _ in range(20):
+                comm.dup().close()
+        return comm.size
+
+    rx.SimulatedWorld(3).run(program)
+    assert [len(group._channels) for group in groups] == [1]
+
+
 def test_threads_of_a_rank_have_no_virtual_time():
     from concurrent.futures import ThreadPoolExecutor
 

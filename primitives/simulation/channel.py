@@ -197,13 +197,22 @@ class Meeting:
 class Channel:
     """The state that the ranks' links of one number share."""
 
-    def __init__(self, fabric: Fabric, members: tuple[Rank, ...]) -> None:
+    def __init__(
+        self, fabric: Fabric, members: tuple[Rank, ...], forget: Callable[[], object]
+    ) -> None:
         self.fabric, self.members = fabric, members
         self.nodes = len({fabric.nodes[rank.index] for rank in members})
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in members]
-        self.freed = 0
+        self._freed = 0
+        self._forget = forget
         self._pipes: dict[tuple[int, int, bool], Pipe] = {}
         self._meetings: dict[tuple[str, int], Meeting] = {}
+
+    def free(self) -> None:
+        """Count a rank that has given its end back; after the last one nothing is kept."""
+        self._freed += 1
+        if self._freed == len(self.members):
+            self._forget()
 
     def pipe(self, source: int, dest: int, tree: bool = False) -> Pipe:
         """Return the messages from one member to another: of primitives, or of broadcasts."""

@@ -72,7 +72,9 @@ class Group:
         """Return the channel that the ranks' links of this number share."""
         found = self._channels.get(number)
         if found is None:
-            found = self._channels[number] = Channel(self.fabric, self.members)
+            found = self._channels[number] = Channel(
+                self.fabric, self.members, lambda: self._channels.pop(number)
+            )
         return found
 
     def part(self, number: int, color: int, members: tuple[Rank, ...]) -> Group:
@@ -86,7 +88,7 @@ class Group:
 class Life:
     """What the Worlds of one rank have in common."""
 
-    def __init__(self, rank: Rank, seed: int, jitter: float, calls: dict[int, None]) -> None:
+    def __init__(self, rank: Rank, seed: int, jitter: float) -> None:
         self.comms = OpenComms()
         self.backgrounds: list[Queue] = []
         self.busy = False
@@ -94,7 +96,7 @@ class Life:
         self.calls = self.computed = 0
         self.kept: list[Any] = []
         self.recorder: Recorder | None = None
-        self.fatal = calls
+        self.fatal: list[int] = []  # calls before which it is killed
         self._seed, self._jitter, self._index = seed, jitter, rank.index
 
     def jitter(self) -> float:
@@ -239,10 +241,14 @@ class RankWorld:
         if self._life.busy:
             return
         self._here()
-        me = self.me
+        me, recorder = self.me, self._life.recorder
+        if recorder is not None:
+            recorder.enter()
         step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
         self._scheduler.sleep(me, me.clock + step)
         me.spun += step
+        if recorder is not None:
+            recorder.leave()
 
     @property
     def look(self) -> float:
@@ -253,7 +259,7 @@ class RankWorld:
         """See `World`: sleep until the head can have moved, or wants to be looked after."""
         self._here()
         me, head = self.me, queue.head()
-        begin = me.clock
+        begin, lost = me.clock, me.lost
         hopeful = begin + timeout - waited + _POLL if timeout is not None else float("inf")
         if me.unheard and (me.news or head.waited < _WORTH):
             hopeful = min(hopeful, begin + max(_WORTH - head.waited, 0.0) + _EVERY)
@@ -267,7 +273,7 @@ class RankWorld:
         patient = begin + max(head.patience.due(head) - head.waited, 0.0) + _EVERY
         me.resting, me.awaits, me.queue, me.cause = True, awaits, queue, None
         self._scheduler.sleep(me, min(hopeful, patient), hopeful=hopeful <= patient)
-        self._life.rested = me.clock - begin
+        self._life.rested = max(0.0, me.clock - begin - (me.lost - lost))
         if self._life.recorder is not None:
             self._life.recorder.rested(begin, me.clock, me.cause)
 
