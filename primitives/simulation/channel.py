@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.simulation.fabric import Fabric
-from relaxmpi.primitives.simulation.scheduler import Rank
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 
-__all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive", "Ticket"]
+__all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive"]
 
 
 class _Done:
@@ -40,19 +40,6 @@ class Truncated(RelaxError):
         return 15
 
 
-class Ticket:
-    """A request of one rank that something completes later."""
-
-    __slots__ = ("done", "rank")
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank, self.done = rank, False
-
-    def test(self) -> bool:
-        """Whether it has completed."""
-        return self.done
-
-
 class Receive(Ticket):
     """A receive: the bytes are put in place when the rank looks.
 
@@ -60,13 +47,14 @@ class Receive(Ticket):
     message after the other; otherwise when the rank looks.
     """
 
-    __slots__ = ("_data", "_fabric", "_finish", "_parcel", "extra")
+    __slots__ = ("_data", "_fabric", "_finish", "_parcel", "extra", "source")
 
     def __init__(self, rank: Rank, data: Any, fabric: Fabric) -> None:
         super().__init__(rank)
         self._data, self._fabric = data, fabric
         self._parcel: Parcel | None = None
         self._finish = self.extra = 0.0
+        self.source: Rank | None = None
 
     def fill(self, time: float, parcel: Parcel) -> None:
         """The bytes have arrived."""
@@ -77,6 +65,10 @@ class Receive(Ticket):
             rank.stolen += cost
             time = self._finish = rank.busy = max(time, rank.busy, rank.clock, rank.held) + cost
         fabric.scheduler.completed(rank, self, time)
+
+    def missing(self) -> list[int]:
+        """The rank that has not sent."""
+        return [] if self.source is None else [self.source.index]
 
     def _cost(self, parcel: Parcel, time: float) -> float:
         fabric = self._fabric
@@ -152,6 +144,7 @@ class Pipe:
 
     def receive(self, request: Receive, time: float) -> None:
         """Take the next message, now or when it comes."""
+        request.source = self._src
         if self._arrived:
             self._match(time, request, self._arrived.popleft())
         else:
@@ -187,11 +180,16 @@ class Pipe:
 class Meeting:
     """One occasion to which every rank of a channel brings something."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: tuple[Rank, ...]) -> None:
+        self._members = members
         self.brought: dict[int, Any] = {}
         self.tickets: list[Ticket] = []
         self.answer: Any = None
         self.time, self.last = 0.0, 0
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come yet."""
+        return [m.index for r, m in enumerate(self._members) if r not in self.brought]
 
 
 class Channel:
@@ -236,7 +234,7 @@ class Channel:
         """Bring something to a meeting; the last rank to come closes it."""
         meeting = self._meetings.get((kind, number))
         if meeting is None:
-            meeting = self._meetings[kind, number] = Meeting()
+            meeting = self._meetings[kind, number] = Meeting(self.members)
         meeting.brought[me] = what
         meeting.tickets.append(ticket)
         if self.members[me].clock >= meeting.time:

@@ -14,15 +14,14 @@ from relaxmpi.primitives.simulation.channel import (
     Never,
     Parcel,
     Receive,
-    Ticket,
 )
 from relaxmpi.primitives.simulation.exchange import Exchange
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.transport import Every, Request
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.simulation.fabric import Fabric
-    from relaxmpi.primitives.simulation.scheduler import Rank
     from relaxmpi.primitives.simulation.world import RankWorld
     from relaxmpi.primitives.stats import Stats
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from relaxmpi.primitives.errors import PeerTimeout, RelaxError
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
-from relaxmpi.primitives.simulation.channel import Channel, Ticket
+from relaxmpi.primitives.simulation.channel import Channel
 from relaxmpi.primitives.simulation.faults import draw
 from relaxmpi.primitives.simulation.grouped import GroupedSchedule
 from relaxmpi.primitives.simulation.link import SimulatedLink
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.transport import Every
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.simulation.fabric import Fabric
-    from relaxmpi.primitives.simulation.scheduler import Rank
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["RankWorld"]
@@ -214,13 +214,16 @@ class RankWorld:
         if life.backgrounds:
             self._compute_and_progress(end)
             return
-        me.inside = False
+        me.inside, lost = False, me.lost
         self._scheduler.sleep(me, end)
+        while me.lost > lost:  # a pause in the middle
+            end, lost = end + me.lost - lost, me.lost
+            self._scheduler.sleep(me, end)
         me.inside = True
 
     def _compute_and_progress(self, end: float) -> None:
         me, life = self.me, self._life
-        me.stolen = 0.0
+        me.stolen, lost = 0.0, me.lost
         while True:
             before, life.busy = me.clock, True
             try:
@@ -229,8 +232,8 @@ class RankWorld:
             finally:
                 life.busy = False
             # What messages cost the processor is taken from the computation.
-            end += me.clock - before + me.stolen
-            me.stolen = 0.0
+            end += me.clock - before + me.stolen + me.lost - lost
+            me.stolen, lost = 0.0, me.lost
             if me.clock >= end:
                 return
             me.resting, me.awaits, me.queue = True, None, None
@@ -266,12 +269,13 @@ class RankWorld:
         awaits = head.request
         while isinstance(awaits, Every):
             awaits = awaits.first()
-        if not isinstance(awaits, Ticket):  # somebody else's kind of request: look again
+        ticket = awaits if isinstance(awaits, Ticket) else None
+        if ticket is None:  # somebody else's kind of request: look again
             step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
             me.spun += step
             hopeful = min(hopeful, begin + step)
         patient = begin + max(head.patience.due(head) - head.waited, 0.0) + _EVERY
-        me.resting, me.awaits, me.queue, me.cause = True, awaits, queue, None
+        me.resting, me.awaits, me.queue, me.cause = True, ticket, queue, None
         self._scheduler.sleep(me, min(hopeful, patient), hopeful=hopeful <= patient)
         self._life.rested = max(0.0, me.clock - begin - (me.lost - lost))
         if self._life.recorder is not None:
