@@ -294,6 +294,9 @@ def test_a_run_may_be_repeated():
 
 # ------------------------------------------------------------------------------- speed
 
+# The bars hold on a machine of two cores; a slower one gets more.
+SLACK = 3
+
 
 def test_a_thousand_seeds():
     """The bar is 60 s; it takes 2."""
@@ -309,7 +312,7 @@ def test_a_thousand_seeds():
     begin = time.process_time()
     for seed in range(1000):
         assert rx.SimulatedWorld(3, seed=seed).run(program) == [3.0] * 3
-    assert time.process_time() - begin < 60
+    assert time.process_time() - begin < SLACK * 60
 
 
 def test_a_hundred_compressed_all_reduces_of_16_ranks():
@@ -325,7 +328,7 @@ def test_a_hundred_compressed_all_reduces_of_16_ranks():
     rx.SimulatedWorld(2).run(program)  # compile
     begin = time.process_time()
     world.run(program)
-    assert time.process_time() - begin < 5
+    assert time.process_time() - begin < SLACK * 5
     assert world.counts.sent == 100 * 2 * 16 * 15
 
 
@@ -365,7 +368,7 @@ def test_ten_exchanges_of_neighbours_among_1024_ranks():
     world = rx.SimulatedWorld(1024)
     begin = time.process_time()
     results = world.run(program)
-    assert time.process_time() - begin < 10
+    assert time.process_time() - begin < SLACK * 10
     assert np.isclose(sum(results), 1024 * 1023 / 2)
 
 
@@ -381,4 +384,4 @@ def test_a_compressed_all_reduce_of_256_ranks():
     rx.SimulatedWorld(2).run(program)  # compile
     begin = time.process_time()
     assert len(set(rx.SimulatedWorld(256).run(program))) == 1
-    assert time.process_time() - begin < 5
+    assert time.process_time() - begin < SLACK * 5
