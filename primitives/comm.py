@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from functools import cached_property
 from types import TracebackType
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from relaxmpi.primitives.hierarchy import Hierarchy
+    from relaxmpi.primitives.trace import Trace
     from relaxmpi.primitives.transport import Transport
 
 __all__ = ["Comm"]
@@ -72,12 +74,15 @@ class Comm:
         )
         self.queue = Queue(self.stats, world, beside) if queue is None else queue
         world.comms.add(self)
+        if world.recorder is not None:
+            world.recorder.made(self.stats)
         self._started = Lane(started, ordered, self.stats)
         self._inside = Lane(ordered, ordered, self.stats)
         self._host = data.transport(settings, self.stats, len(set(self.nodes)))
         self._transports: dict[str, Transport] = {}
         self._scratch: dict[tuple[str, str, int], Any] = {}
         self._taken = 0
+        self._parts: list[Comm] = []
         self.door = Door()
         self.closed = False
         self.mark = ""
@@ -164,7 +169,28 @@ class Comm:
 
     def compute(self, seconds: float) -> None:
         """Take the time that a computation of `seconds` would take, leaving the cores free."""
+        recorder = self._world.recorder
+        if recorder is None:
+            self._world.compute(seconds)
+            return
+        recorder.enter()
+        begin = self._world.now()
         self._world.compute(seconds)
+        recorder.computed(begin, self._world.now())
+
+    def trace(self, path: str | os.PathLike[str] | None = None) -> Trace:
+        """Return a context manager that records what the ranks do; see `Trace`.
+
+        Args:
+            path: Where to draw a timeline of it; None draws none.
+        """
+        from relaxmpi.primitives.trace import Trace
+
+        return Trace(self._world, lambda: self._meet("trace"), path)
+
+    def sent(self) -> int:
+        """Return the payload bytes that this rank has sent, also by the parts of a Hierarchy."""
+        return self.stats.payload_bytes + sum(part.sent() for part in self._parts)
 
     def close(self) -> None:
         """Give the private communicators back. Never communicates; a second call does nothing.
@@ -216,15 +242,20 @@ class Comm:
 
     def submit(self, call: Call, flow: Flow[T]) -> Work[T]:
         """Append a flow to the stream; its agreement is posted now."""
-        queue = self.queue
+        queue, recorder = self.queue, self._world.recorder
         if self.closed or queue.broken is not None or queue.inside():
             raise self._unusable(call)
+        if recorder is not None:
+            recorder.enter()
+        what = call.what
         if self.mark:
-            call.what = (*call.what, self.mark)
+            call.what = (*what, self.mark)
         if self.rehearsed:
             flow = _before(self._started.post(call, first=False), flow, call)
         else:
             flow = _after(self._started.post(call), flow)
+        if recorder is not None:
+            flow = recorder.call(self, what, flow)
         return queue.submit(flow, call.__str__, self._notices)
 
     def _unusable(self, call: Call) -> RelaxError:
@@ -244,7 +275,11 @@ class Comm:
                 f"{call} inside a primitive of another Comm would hang: the two streams know "
                 "nothing of each other; use one Comm, or comm.by_node()"
             )
-        return (yield from _after(self._inside.post(call), flow))
+        flow = _after(self._inside.post(call), flow)
+        recorder = self._world.recorder
+        if recorder is not None:
+            flow = recorder.call(self, call.what, flow, inner=True)
+        return (yield from flow)
 
     @property
     def layout(self) -> str:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import MutableSet
 
     from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.schedules import FlatSchedule
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.stats import Stats
@@ -57,6 +58,7 @@ class World(Protocol):
         comms: Comms of this process or simulated rank that are open, for its exit.
         look: Seconds between two looks that count as waiting: a peer must not be blamed for a
             pause on this rank.
+        recorder: Who listens to all Comms of this process or simulated rank, if anybody does.
     """
 
     rank: int
@@ -67,6 +69,19 @@ class World(Protocol):
     @property
     def look(self) -> float:
         """See above."""
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """See above."""
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have a recorder listen from now on, or nobody."""
+
+    def gather(self, thing: Any) -> list[Any] | None:
+        """Return on rank 0 what every rank gives, by rank; collective, and not for data."""
+
+    def clock_offset(self) -> float:
+        """Return the seconds by which rank 0's clock is ahead of this rank's; collective."""
 
     @property
     def mpi(self) -> Any:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from relaxmpi.primitives.background import Background
     from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.stats import Stats
     from relaxmpi.primitives.work import Queue
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["MpiWorld", "open_comms"]
 
 _NOTICE = 2
+_COMPARISONS = 20
 
 # Sleeping costs a wake-up per step of a collective; yielding costs nobody who has work to do.
 _SPIN = 2e-3
@@ -93,6 +95,7 @@ class MpiWorld:
 
     comms: MutableSet[Comm] = open_comms
     look = 0.1
+    recorder: Recorder | None = None
 
     def __init__(self, mpi: MPI.Intracomm, nodes: tuple[int, ...], *, owned: bool = False) -> None:
         self.mpi, self.nodes, self._owned = mpi, nodes, owned
@@ -122,6 +125,41 @@ class MpiWorld:
         """See `World`."""
         if self._owned:
             self.mpi.Free()
+
+    def record(self, recorder: Recorder | None) -> None:
+        """See `World`: of this process."""
+        MpiWorld.recorder = recorder
+
+    def gather(self, thing: Any) -> list[Any] | None:
+        """See `World`."""
+        return self.mpi.gather(thing)
+
+    def clock_offset(self) -> float:
+        """See `World`: the ranks of one host share a clock, so the first rank of each asks."""
+        mpi, offset = self.mpi.Dup(), 0.0
+        firsts = [self.nodes.index(node) for node in self.nodes]
+        for first in sorted(set(firsts) - {0}):
+            if self.rank == first:
+                offset = self._compared(mpi)
+            elif self.rank == 0:
+                for _ in range(_COMPARISONS):
+                    mpi.recv(source=first)
+                    mpi.send(self.now(), first)
+        offsets: list[float] = mpi.allgather(offset)
+        mpi.Free()
+        return offsets[firsts[self.rank]]
+
+    def _compared(self, mpi: MPI.Intracomm) -> float:
+        """Ask rank 0 for its time: it is that of halfway between the question and the answer."""
+        fastest, offset = float("inf"), 0.0
+        for _ in range(_COMPARISONS):
+            begin = self.now()
+            mpi.send(None, 0)
+            theirs: float = mpi.recv(source=0)
+            end = self.now()
+            if end - begin < fastest:
+                fastest, offset = end - begin, theirs - (begin + end) / 2
+        return offset
 
     now = staticmethod(time.perf_counter)
 

@@ -19,7 +19,7 @@ loader = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)]
 
 
 def test_there_is_one_for_each_use():
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -57,3 +57,10 @@ def test_a_loop(launch):
     pytest.importorskip("torch")
     done = launch(LOOP + BLOCKS[3] + "print('steps', sync.stats().steps)", 2, timeout=60)
     assert done.stdout.count("steps 3") == 2, done.stderr
+
+
+def test_a_simulated_world():
+    names = {}
+    exec("import numpy as np\nimport relaxmpi as rx\n" + BLOCKS[4], names)
+    assert len(names["means"]) == 16
+    assert names["means"][0][0] == pytest.approx(7.5, abs=1.0)

@@ -162,6 +162,7 @@ class Pipe:
         def start(now: float) -> None:
             self._fabric.send(src, dest, parcel.size, now, lambda t: self._end(t, request, parcel))
             sent.done = True
+            src.owes(dest.index, now - back)
             scheduler.completed(src, sent, now)
 
         def asked(now: float) -> None:
@@ -184,7 +185,7 @@ class Meeting:
         self.brought: dict[int, Any] = {}
         self.tickets: list[Ticket] = []
         self.answer: Any = None
-        self.time = 0.0
+        self.time, self.last = 0.0, 0
 
     def missing(self) -> list[int]:
         """The ranks that have not come yet."""
@@ -236,7 +237,8 @@ class Channel:
             meeting = self._meetings[kind, number] = Meeting(self.members)
         meeting.brought[me] = what
         meeting.tickets.append(ticket)
-        meeting.time = max(meeting.time, self.members[me].clock)
+        if self.members[me].clock >= meeting.time:
+            meeting.time, meeting.last = self.members[me].clock, self.members[me].index
         if len(meeting.brought) == len(self.members):
             del self._meetings[kind, number]
             close(meeting)
@@ -246,4 +248,5 @@ class Channel:
         """Complete a meeting for all ranks at once."""
         for ticket in meeting.tickets:
             ticket.done = True
+            ticket.rank.owes(meeting.last, meeting.time)
             self.fabric.scheduler.completed(ticket.rank, ticket, time)

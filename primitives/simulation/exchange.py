@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from relaxmpi.primitives.recorder import Message
 from relaxmpi.primitives.simulation.channel import Channel, Meeting, Parcel
 from relaxmpi.primitives.simulation.rank import Rank, Ticket
 
@@ -27,13 +28,14 @@ class Exchange(Ticket):
     else travels meanwhile comes before or after all of them.
     """
 
-    __slots__ = ("_channel", "_expected", "_me", "_meeting", "_tail")
+    __slots__ = ("_channel", "_expected", "_me", "_meeting", "_tail", "last")
 
     def __init__(self, channel: Channel, rank: Rank, me: int, expected: int) -> None:
         super().__init__(rank)
         self._channel, self._me, self._expected = channel, me, expected
         self._meeting: Meeting | None = None
         self._tail = 0.0
+        self.last: Message | None = None  # for this rank, to arrive
 
     def start(self, number: int, parcels: dict[int, Parcel]) -> None:
         """Hand in this rank's messages; they are copies already."""
@@ -55,6 +57,10 @@ class Exchange(Ticket):
         else:
             fabric.received += self._expected
         self._tail, self.done = tail, True
+        if self.last is not None:
+            self.rank.owes(self.last.source, self.last.sent)
+            if self.last.source in fabric.recorders:
+                fabric.recorders[self.last.source].messages.append(self.last)
         fabric.scheduler.completed(self.rank, self, time)
 
     def test(self) -> bool:
@@ -77,14 +83,19 @@ class Exchange(Ticket):
 def _close(meeting: Meeting) -> None:
     tickets = {ticket._me: ticket for ticket in meeting.tickets if isinstance(ticket, Exchange)}
     channel = next(iter(tickets.values()))._channel
-    arrivals, tails = _reckon(channel, [meeting.brought[r] for r in range(len(tickets))])
+    parts = [meeting.brought[r] for r in range(len(tickets))]
+    arrivals, tails, lasts = _reckon(channel, parts)
+    for last in lasts:
+        tickets[last.dest].last = last._replace(
+            source=channel.members[last.source].index, dest=channel.members[last.dest].index
+        )
     for r, ticket in sorted(tickets.items()):
         time = max(arrivals[r], meeting.time)
         channel.fabric.scheduler.at(time, ticket.arrive, max(0.0, arrivals[r] + tails[r] - time))
 
 
-def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[float]]:
-    """Return when the last message for each rank arrives, and what its processor then has left."""
+def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[float], list[Message]]:
+    """Return when each rank has all messages, its processor's work then, and the last of them."""
     fabric, net = channel.fabric, channel.fabric.network
     begins = np.array([part.begin for part in parts])
     ready = np.array([part.ready for part in parts])
@@ -93,6 +104,7 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
     dest = np.array([r for part in parts for r in part.parcels], "i8")
     sent = [parcel for part in parts for parcel in part.parcels.values()]
     arrivals, done = ready.copy(), ready.copy()
+    lasts = []
     if sent:
         size = np.array([parcel.size for parcel in sent])
         pieces = np.array([parcel.pieces for parcel in sent])
@@ -104,7 +116,7 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
         latency = np.where(near, net.local_latency, net.latency)
         waits = np.array([parcel.sent is not None for parcel in sent])
         asked = np.maximum(inject + latency, begins[dest]) + latency
-        inject = np.where(waits, asked, inject)
+        given, inject = inject, np.where(waits, asked, inject)
         packets = np.ceil(size / net.packet) * net.overhead
         takes_up = np.where(near, size / net.local_bandwidth, (size + packets) / net.bandwidth)
         takes_down = np.where(near, takes_up, (size + packets) / net.down_bandwidth)
@@ -114,6 +126,7 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
             (near, index[source], fabric.out),
         ):
             _queue(mask, port, inject, takes_up, links, begin)
+        left = begin
         first, last = begin + latency, begin + takes_up + latency
         begin = first.copy()
         for mask, port, links in (
@@ -130,7 +143,10 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
             after = np.cumsum(work[here])
             start = np.maximum.accumulate(np.maximum(arrive[here], ready[r]) - (after - work[here]))
             done[r] = start[-1] + after[-1]
-    return arrivals.tolist(), np.maximum(done - arrivals, 0.0).tolist()
+            times = (size, given, left, takes_up, takes_down, arrive)
+            k = here[-1]
+            lasts.append(Message(int(source[k]), r, *(float(which[k]) for which in times)))
+    return arrivals.tolist(), np.maximum(done - arrivals, 0.0).tolist(), lasts
 
 
 def _running(values: Any, group: Any) -> Any:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from relaxmpi.primitives.recorder import Cause
+
 if TYPE_CHECKING:
     from relaxmpi.primitives.work import Queue
 
@@ -36,12 +38,14 @@ class Rank:
         stolen: Seconds that messages have taken from its processor, while it was in a call.
         spun: Virtual seconds for which it has looked in vain, without resting.
         queue: What it waits in, for the report of a deadlock.
+        cause: What ended its last rest.
     """
 
     __slots__ = (
         "awaits",
         "baton",
         "busy",
+        "cause",
         "clock",
         "dead",
         "held",
@@ -70,11 +74,17 @@ class Rank:
         self.resting = self.listening = self.dead = self.over = self.news = self.hopeful = False
         self.awaits: Ticket | None = None
         self.queue: Queue | None = None
+        self.cause: Cause | None = None
         self.result: Any = None
         self.todo: list[Callable[[float], None]] = []
         self.thread: threading.Thread
         self.baton = _thread.allocate_lock()
         self.baton.acquire()
+
+    def owes(self, peer: int, sent: float) -> None:
+        """Note what may end this rank's rest: `peer` did its part at `sent`."""
+        if self.resting:
+            self.cause = Cause(peer, sent)
 
     def pause(self, time: float, seconds: float) -> None:
         """Hold it from now on."""
