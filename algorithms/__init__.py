@@ -1,28 +1,42 @@
 """Training algorithms composed from relaxmpi.primitives.
 
-Names are loaded on first use, so that only `attach` needs torch.
+Names are loaded on first use, so that only `attach` and `ddp_hook` need torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from relaxmpi.algorithms.attach_ddp import DDPHook, ddp_hook
     from relaxmpi.algorithms.attach_torch import Sync, SyncStats, attach
     from relaxmpi.algorithms.base import Algorithm, Bound
     from relaxmpi.algorithms.qsgd import QSGD, ByteGrad
     from relaxmpi.algorithms.sgd import SGD
 
-__all__ = ["QSGD", "SGD", "Algorithm", "Bound", "ByteGrad", "Sync", "SyncStats", "attach"]
+__all__ = [
+    "QSGD",
+    "SGD",
+    "Algorithm",
+    "Bound",
+    "ByteGrad",
+    "DDPHook",
+    "Sync",
+    "SyncStats",
+    "attach",
+    "ddp_hook",
+]
 
 _HOME = {
     "Algorithm": "base",
     "Bound": "base",
     "ByteGrad": "qsgd",
+    "DDPHook": "attach_ddp",
     "QSGD": "qsgd",
     "SGD": "sgd",
     "Sync": "attach_torch",
     "SyncStats": "attach_torch",
     "attach": "attach_torch",
+    "ddp_hook": "attach_ddp",
 }
 
 

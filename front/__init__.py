@@ -15,7 +15,9 @@ _HOME = {
         "SimulatedWorld Network faults "
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),
-    "relaxmpi.algorithms": "Algorithm Bound SGD QSGD ByteGrad attach Sync SyncStats".split(),
+    "relaxmpi.algorithms": (
+        "Algorithm Bound SGD QSGD ByteGrad attach Sync SyncStats ddp_hook DDPHook"
+    ).split(),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
