@@ -1,6 +1,6 @@
 """Train a small transformer on the source text of Python's standard library, with any algorithm.
 
-    mpirun -n 4 python examples/char_lm.py --algorithm qsgd4 --steps 200
+    mpirun -n 4 python examples/char_lm.py --algorithm qsgd4 --steps 300
 
 It predicts the next character. Every tenth file is kept for validation, which is reported in bits
 per character: 6.6 without any knowledge, 4.7 from the frequencies of characters alone.
@@ -156,7 +156,7 @@ def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="qsgd8")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=12, help="windows a rank and step")
     parser.add_argument("--context", type=int, default=64, help="characters in a window")
     parser.add_argument("--width", type=int, default=96)

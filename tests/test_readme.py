@@ -1,6 +1,7 @@
 """The examples in the README run as they stand there."""
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ loader = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)]
 
 
 def test_there_is_one_for_each_use():
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -57,3 +58,13 @@ def test_a_loop(launch):
     pytest.importorskip("torch")
     done = launch(LOOP + BLOCKS[3] + "print('steps', sync.stats().steps)", 2, timeout=60)
     assert done.stdout.count("steps 3") == 2, done.stderr
+
+
+def test_a_loop_that_keeps_ddp(launch):
+    pytest.importorskip("torch")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    done = launch(BLOCKS[4], 2, env=where, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tensor([[") == 2
