@@ -1,6 +1,7 @@
 """The examples in the README run as they stand there."""
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,16 @@ def test_a_loop(launch):
 
 def test_a_simulated_world():
     names = {}
-    exec("import numpy as np\nimport relaxmpi as rx\n" + BLOCKS[4], names)
+    exec("import numpy as np\nimport relaxmpi as rx\n" + BLOCKS[5], names)
     assert len(names["means"]) == 16
     assert names["means"][0][0] == pytest.approx(7.5, abs=1.0)
+
+
+def test_a_loop_that_keeps_ddp(launch):
+    pytest.importorskip("torch")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    done = launch(BLOCKS[4], 2, env=where, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tensor([[") == 2
