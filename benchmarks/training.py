@@ -149,8 +149,8 @@ def report(taken: dict[str, list[float]], size: int, out: Path | None) -> None:
         out.write_text(json.dumps(result, indent=1))
 
 
-def in_lab(spec: str, rest: list[str]) -> int:
-    """Run this file again on emulated hosts."""
+def in_lab(file: str, spec: str, rest: list[str], ranks_per_host: int = 1) -> int:
+    """Run a file on emulated hosts."""
     from relaxmpi.lab import Lab
     from relaxmpi.units import parse_duration, parse_rate
 
@@ -160,7 +160,7 @@ def in_lab(spec: str, rest: list[str]) -> int:
         latency=parse_duration(given.get("latency", "0.1ms")),
         bandwidth=parse_rate(given.get("bandwidth", "100Mbit")),
     ) as lab:
-        return lab.run(["python", __file__, *rest], timeout=900)
+        return lab.run(["python", file, *rest], ranks_per_host=ranks_per_host, timeout=900)
 
 
 def main() -> int:
@@ -172,7 +172,9 @@ def main() -> int:
     given = parser.parse_args()
     if given.lab:
         rest = ["--rounds", str(given.rounds), "--steps", str(given.steps)]
-        return in_lab(given.lab, rest + (["--json", str(given.json)] if given.json else []))
+        return in_lab(
+            __file__, given.lab, rest + (["--json", str(given.json)] if given.json else [])
+        )
     comm = rx.Comm.world()
     taken = measure(comm, given.rounds, given.steps)
     if comm.rank == 0:

@@ -20,7 +20,7 @@ loader = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)]
 
 
 def test_there_is_one_for_each_use():
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
 
 
 @pytest.mark.parametrize("n", [1, 3])
