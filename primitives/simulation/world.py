@@ -269,8 +269,9 @@ class RankWorld:
         awaits = head.request
         while isinstance(awaits, Every):
             awaits = awaits.first()
-        ticket = awaits if isinstance(awaits, Ticket) else None
-        if ticket is None:  # somebody else's kind of request: look again
+        several = sum(not beside.idle for beside in queue.together) > 1
+        ticket = awaits if isinstance(awaits, Ticket) and not several else None
+        if ticket is None:  # somebody else's kind of request, or more than one: look again
             step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
             me.spun += step
             hopeful = min(hopeful, begin + step)
