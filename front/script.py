@@ -67,6 +67,7 @@ class _Measured(Recorder):
         begin = self.now()
         self._world.compute(seconds)
         self.computed(begin, self.now())
+        self.leave()
 
     def leave(self) -> None:
         """Count from here."""

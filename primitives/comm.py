@@ -177,6 +177,7 @@ class Comm:
         begin = self._world.now()
         self._world.compute(seconds)
         recorder.computed(begin, self._world.now())
+        recorder.leave()
 
     def trace(self, path: str | os.PathLike[str] | None = None) -> Trace:
         """Return a context manager that records what the ranks do; see `Trace`.
@@ -256,7 +257,10 @@ class Comm:
             flow = _after(self._started.post(call), flow)
         if recorder is not None:
             flow = recorder.call(self, what, flow)
-        return queue.submit(flow, call.__str__, self._notices)
+        work = queue.submit(flow, call.__str__, self._notices)
+        if recorder is not None:
+            recorder.leave()
+        return work
 
     def _unusable(self, call: Call) -> RelaxError:
         if self.closed:
