@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -10,7 +10,12 @@ from torch import nn
 from relaxmpi.algorithms.base import Algorithm
 from relaxmpi.primitives import Bucket, Comm, RelaxError, Work
 
-__all__ = ["Part", "Slot", "Window"]
+__all__ = ["InFlight", "Part", "Slot", "Window"]
+
+_GRAPH = (
+    "backward(create_graph=True) is not supported: the graph of {} would be lost on its way to the "
+    "other ranks; compute gradients of gradients with torch.autograd.grad(..., create_graph=True)"
+)
 
 
 class Window(Protocol):
@@ -25,39 +30,66 @@ class Window(Protocol):
         """Take note of the first gradient of this window, and start what is complete."""
 
 
+class InFlight(torch.Tensor):
+    """What `p.grad` is between backward and step: whoever looks at or changes it gets an error.
+
+    Counting the versions of a tensor would not do: `GradScaler.unscale_`, `p.grad.data` and numpy
+    arrays of the same memory change numbers without a trace.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        """Refuse."""
+        raise RelaxError(
+            "this gradient is on its way to the other ranks: call sync.wait() before you read, "
+            "clip, unscale, change or zero gradients between backward and optimizer.step()"
+        )
+
+
 class Slot:
     """One parameter, its place in its bucket, and the hook that runs when its gradient is there.
 
     Attributes:
         view: The place in the bucket; before there are buckets, the gradient itself.
+        sealed: The same memory for the time that it is on its way.
         arrived: Whether the hook has run in this window.
         used: Whether this rank had a gradient in this window.
     """
 
-    __slots__ = ("arrived", "index", "name", "param", "part", "used", "view", "window")
+    __slots__ = (
+        *("address", "arrived", "index", "name", "param", "part", "sealed", "used", "view"),
+        "window",
+    )
     relaxmpi = True  # how `attach` recognises its own hooks
 
     def __init__(self, window: Window, index: int, name: str, param: nn.Parameter) -> None:
         self.window, self.index, self.name, self.param = window, index, name, param
         self.part: Part | None = None
         self.view: torch.Tensor | None = None
+        self.sealed: torch.Tensor | None = None
+        self.address = 0
         self.arrived = self.used = False
 
     def __call__(self, param: torch.Tensor) -> None:
         """Count the bucket down; autograd has just added to `param.grad`."""
+        if torch.is_grad_enabled():
+            raise RelaxError(_GRAPH.format(self.name))
         window, part = self.window, self.part
-        if part.started if part is not None else self.arrived:
+        late = self.arrived if part is None else part.started
+        if late or (self.arrived and param.grad is not self.sealed):
             window.again(self)
-            part = self.part
-        elif self.arrived and param.grad is not self.view:
-            window.again(self)
-            part = self.part
         if window.paused:
             return
+        part = self.part
         if part is None:
-            self.view = param.grad
-        elif param.grad is not self.view:
+            grad = param.grad
+            assert grad is not None  # autograd has just made it
+            self.show(grad if grad.layout is torch.strided else grad.to_dense())
+        elif param.grad is not self.view and param.grad is not self.sealed:
             self.adopt()
+        param.grad = self.sealed
         if not self.arrived:
             self.arrived = self.used = True
             if part is not None:
@@ -65,6 +97,22 @@ class Slot:
             window.arrived(self)
         if part is not None:
             part.comm.progress()
+
+    def show(self, view: torch.Tensor) -> None:
+        """Set the memory of the gradient."""
+        self.view, self.sealed = view, view.as_subclass(InFlight)
+        self.address = view.data_ptr()
+
+    def place(self, part: Part, view: torch.Tensor) -> None:
+        """Take a place in a bucket, with the gradient that has arrived."""
+        before, sealed = self.view, self.sealed
+        self.part = part
+        self.show(view)
+        if self.arrived:
+            assert before is not None
+            view.copy_(before)
+            if self.param.grad is sealed:
+                self.param.grad = self.sealed
 
     def adopt(self) -> None:
         """Move the gradient into the bucket, and let `p.grad` be its view there."""
@@ -87,8 +135,24 @@ class Slot:
         else:
             assert self.view is not None
             self.view.zero_()
-            if adopt and self.param.requires_grad:
-                self.param.grad = self.view
+
+    def objection(self) -> str:
+        """Say what is wrong with the gradient; empty if nothing is."""
+        if self.arrived and self.param.grad is not self.sealed:
+            return (
+                f"the gradient of {self.name} was replaced, or set to None, between backward and "
+                "step: call sync.wait() first"
+            )
+        if self.view is not None and self.view.data_ptr() != self.address:
+            return (
+                f"the gradient of {self.name} was moved, as by model.to(...) after attach: detach "
+                "and attach again"
+            )
+        return ""
+
+    def open(self) -> None:
+        """Begin a window."""
+        self.arrived = self.used = False
 
 
 class Part:
@@ -105,10 +169,9 @@ class Part:
         self.ended = 0.0
         self.culprit: Slot | None = None
         self._version = 0
+        self._before: dict[str, Any] = {}
         for slot, view in zip(slots, bucket.views, strict=True):
-            slot.part, slot.view = self, view
-            if slot.arrived:
-                slot.adopt()
+            slot.place(self, view)
         self.started = False
         self.missing = sum(not slot.arrived for slot in slots)
 
@@ -116,12 +179,13 @@ class Part:
         """Begin a window: nothing has arrived."""
         self.started, self.missing = False, len(self.slots)
         for slot in self.slots:
-            slot.arrived = slot.used = False
+            slot.open()
 
     def start(self, weight: float, guarded: bool) -> None:
         """Hand the bucket to the algorithm."""
         self.started = True
-        self.culprit = self._not_finite() if guarded else None
+        if guarded:
+            self.culprit, self._before = self._not_finite(), self.bound.state_dict()
         if weight != 1.0:
             self.flat.mul_(weight)
         self._version = self.flat._version
@@ -140,12 +204,20 @@ class Part:
             return
         self.work.wait()
         self.ended, self.work = self.work.ended, None
-        if self.flat._version != self._version:
-            raise RelaxError(
+
+    def undo(self) -> None:
+        """Make the algorithm forget this window, such as what a codec owes since."""
+        self.bound.load_state_dict(self._before)
+
+    def objection(self) -> str:
+        """Say what is wrong with the gradients that are on their way; empty if nothing is."""
+        found = next(filter(None, (slot.objection() for slot in self.slots)), "")
+        if not found and self.started and self.flat._version != self._version:
+            found = (
                 f"gradients of {self.name} ({self.slots[0].name} and others) were changed between "
-                "backward and step, while they were on their way: call sync.wait() before you "
-                "clip, unscale, add to or zero them"
+                "backward and step: call sync.wait() first"
             )
+        return found
 
     def _not_finite(self) -> Slot | None:
         """Return the first slot with a NaN or an infinity."""

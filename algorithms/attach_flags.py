@@ -13,6 +13,10 @@ from relaxmpi.primitives import MAX, SUM, Comm, Work, allreduce
 __all__ = ["Facts", "Flags", "NonFinite"]
 
 
+_FIXED = 7  # numbers that do not belong to a parameter
+_NONE = -(1 << 62)  # less than whatever anybody says
+
+
 class NonFinite(Enum):
     """What `attach` does about a NaN or an infinity in a gradient of any rank.
 
@@ -21,6 +25,9 @@ class NonFinite(Enum):
         RAISE: Every rank raises `NonFiniteError` naming rank, step and parameter.
         SKIP: No rank takes the step: `p.grad` is None in `optimizer.step()`, which then leaves
             parameters and momentum alone. Counted in `sync.stats().skipped`.
+
+    With RAISE and SKIP what codecs owe (`feedback=True`) is what it was before such a step; that
+    takes a copy of it every step.
     """
 
     PASS = "pass"
@@ -29,18 +36,24 @@ class NonFinite(Enum):
 
 
 class Facts(NamedTuple):
-    """What holds on any rank.
+    """What holds on any rank, or on any that trains.
 
     Attributes:
         training: Whether some rank has a batch.
-        used: For each parameter, whether some rank has a gradient.
         culprit: Rank and parameter of a number that is not finite.
+        objector: A rank on which something is wrong.
+        steps: Fewest and most steps of the ranks.
+        alike: Whether the optimizers have the same settings.
+        used: For each parameter, whether some rank has a gradient.
         weight: Sum of the weights of all ranks.
     """
 
     training: bool
-    used: np.ndarray
     culprit: tuple[int, int] | None
+    objector: int | None
+    steps: tuple[int, int]
+    alike: bool
+    used: np.ndarray
     weight: float
 
 
@@ -48,17 +61,29 @@ class Flags:
     """One maximum over the ranks for each window, on a stream of its own."""
 
     def __init__(self, comm: Comm, count: int) -> None:
-        self._comm, self._said = comm, np.zeros(2 + count, np.int64)
+        self._comm, self._said = comm, np.zeros(_FIXED + count, np.int64)
         self._works: tuple[Work[Any], ...] = ()
 
     def start(
-        self, slots: list[Slot], culprit: Slot | None, training: bool, weight: float | None
+        self,
+        slots: list[Slot],
+        culprit: Slot | None,
+        objects: bool,
+        weight: float | None,
+        mine: tuple[int, int] | None,
     ) -> None:
-        """Say what holds on this rank; with a weight, the sum of weights is asked for, too."""
+        """Say what holds on this rank; with a weight, the sum of weights is asked for, too.
+
+        `mine` is the number of steps and a digest of the optimizer's settings; None where there
+        is no batch.
+        """
         said, comm = self._said, self._comm
-        said[0] = training
+        said[0] = mine is not None
         said[1] = 0 if culprit is None else 1 + culprit.index * comm.size + comm.rank
-        said[2:] = [slot.used for slot in slots]
+        said[2] = objects * (1 + comm.rank)
+        # The largest x and the largest -x are equal in size where all x are.
+        said[3:7] = _NONE if mine is None else (mine[0], -mine[0], mine[1], -mine[1])
+        said[_FIXED:] = [slot.used for slot in slots]
         self._works = (allreduce.start(comm, said, op=MAX, name="flags"),)
         if weight is not None:
             self._works += (allreduce.start(comm, float(weight), op=SUM, name="weights"),)
@@ -66,7 +91,14 @@ class Flags:
     def wait(self) -> Facts:
         """Return what holds on any rank, once after each start."""
         (said, *weights), self._works = [work.wait() for work in self._works], ()
-        code = int(said[1]) - 1
-        slot, rank = divmod(code, self._comm.size)
-        culprit = None if code < 0 else (rank, slot)
-        return Facts(bool(said[0]), said[2:] > 0, culprit, weights[0] if weights else 1.0)
+        training, code, objector, most, fewest, high, low = map(int, said[:_FIXED])
+        slot, rank = divmod(code - 1, self._comm.size)
+        return Facts(
+            training=bool(training),
+            culprit=(rank, slot) if code else None,
+            objector=objector - 1 if objector else None,
+            steps=(-fewest, most),
+            alike=not training or high == -low,
+            used=said[_FIXED:] > 0,
+            weight=weights[0] if weights else 1.0,
+        )

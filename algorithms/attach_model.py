@@ -31,12 +31,17 @@ __all__ = [
     "Watch",
     "attaching",
     "average_buffers",
-    "broadcast_rates",
+    "broadcast_bytes",
+    "broadcast_settings",
     "broadcast_state",
     "check_equal",
+    "settings",
 ]
 
 _BUCKET = 4 << 20  # bytes sent at a time
+
+# What says how a step is computed, not what it is.
+_HOW = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 
 class _Place(NamedTuple):
@@ -73,7 +78,7 @@ class Watch:
                 f"the optimizer holds {strange} parameters that are not the model's: their "
                 "gradients would stay local; attach the module that contains them all"
             )
-        self._count = len(held)
+        self._count = sum(1 for _ in self._held())
         ours = {id(p) for _, p in self.trained}
         self._places = [
             _Place(module, attribute, f"{path}.{attribute}".lstrip("."), p, id(p) in ours)
@@ -86,24 +91,23 @@ class Watch:
         for group in self._optimizer.param_groups:
             yield from map(id, group["params"])
 
-    def check(self) -> None:
-        """Raise RelaxError where gradients would stay local because something was replaced."""
+    def objection(self) -> str:
+        """Say why gradients would stay local, because something was replaced; or nothing."""
         for place in self._places:
             if place.module._parameters.get(place.attribute) is not place.param:
-                raise RelaxError(
+                return (
                     f"parameter {place.name} was replaced after attach: neither its gradient nor "
                     "the optimizer would see it; change it in place, or detach, make a new "
                     "optimizer and attach again"
                 )
             if place.param.requires_grad and not place.trained:
-                raise RelaxError(
+                return (
                     f"parameter {place.name} was frozen when the model was attached and is "
                     "trained now: its gradient would stay local; detach and attach again"
                 )
         if sum(1 for _ in self._held()) != self._count:
-            raise RelaxError(
-                "the optimizer got or lost parameters after attach: detach and attach again"
-            )
+            return "the optimizer got or lost parameters after attach: detach and attach again"
+        return ""
 
 
 @primitive
@@ -128,6 +132,8 @@ def attaching(
         raise TypeError(f"nonfinite must be NonFinite.PASS, RAISE or SKIP, not {nonfinite!r}")
     if min(limits) < 1:
         raise ValueError(f"buckets need at least one byte, not {min(limits)}")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError("SparseAdam needs sparse gradients, which become dense here: use Adam")
     watch = Watch(model, optimizer)
     for name, p in watch.trained:
         if any(
@@ -139,9 +145,10 @@ def attaching(
     trained = [(name, p.shape, p.dtype) for name, p in watch.trained]
     parts = [(name, t.shape, t.dtype) for name, t in _tensors(model)]
     state = [(name, t.shape, t.dtype) for name, t in _state(optimizer)]
+    keys = [[(k, len(v)) for k, v in _settings(group)] for group in optimizer.param_groups]
     what = (
         f"model of {len(trained)} trained parameters ({_short(trained, parts)}), "
-        f"{type(optimizer).__name__} with {len(state)} tensors of state ({_short(state)}), "
+        f"{type(optimizer).__name__} with {len(state)} tensors of state ({_short(state, keys)}), "
         f"{algorithm!r}, buckets of {limits}, overlap {overlap}, {nonfinite}"
     )
     return barrier.flow(comm, name=what)
@@ -189,16 +196,44 @@ def broadcast_state(
             _unpack(bucket, tensors)
 
 
-def broadcast_rates(comm: Comm, optimizer: torch.optim.Optimizer, root: int) -> None:
-    """Give every rank the learning rates of rank `root`."""
-    groups = optimizer.param_groups
-    rates = np.array([float(group["lr"]) for group in groups])
-    broadcast(comm, rates, root=root, name="learning rates")
-    for group, rate in zip(groups, rates, strict=True):
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(float(rate))
-        else:
-            group["lr"] = float(rate)
+def _settings(group: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the numbers that the rule depends on, such as lr, betas and nesterov."""
+    for key in sorted(group.keys() - _HOW):
+        value = group[key]
+        numbers = list(value) if isinstance(value, (tuple, list)) else [value]
+        if all(isinstance(x, (int, float, torch.Tensor)) for x in numbers):
+            yield key, numbers
+
+
+def settings(optimizer: torch.optim.Optimizer) -> np.ndarray:
+    """Return the settings of all parameter groups."""
+    groups = [_settings(group) for group in optimizer.param_groups]
+    return np.array([float(x) for group in groups for _, xs in group for x in xs])
+
+
+def broadcast_settings(comm: Comm, optimizer: torch.optim.Optimizer, root: int = 0) -> None:
+    """Give every rank the settings of rank `root`."""
+    found = settings(optimizer)
+    agreed = iter(broadcast(comm, found.copy(), root=root, name="settings").tolist())
+    for group in optimizer.param_groups:
+        for key, numbers in list(_settings(group)):
+            told = [_like(x, value) for x, value in zip(numbers, agreed, strict=False)]
+            group[key] = (
+                type(group[key])(told) if isinstance(group[key], (tuple, list)) else told[0]
+            )
+
+
+def _like(x: Any, value: float) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.fill_(value)
+    return x if x == value else bool(value) if isinstance(x, bool) else value
+
+
+def broadcast_bytes(comm: Comm, data: bytes, root: int) -> bytes:
+    """Return the bytes of rank `root`."""
+    size = int(broadcast(comm, np.array([len(data)]), root=root, name="size of bytes")[0])
+    held = np.frombuffer(data, np.uint8) if comm.rank == root else np.empty(size, np.uint8)
+    return bytes(broadcast(comm, held.copy(), root=root, name="bytes"))
 
 
 def average_buffers(comm: Comm, model: nn.Module) -> None:

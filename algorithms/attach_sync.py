@@ -1,56 +1,32 @@
-"""The handle of `attach`: hooks, buckets and windows."""
+"""The handle of `attach`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import cycle
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from relaxmpi.algorithms.attach_bucket import Part, Slot
-from relaxmpi.algorithms.attach_flags import Facts, Flags, NonFinite
-from relaxmpi.algorithms.attach_join import joining
-from relaxmpi.algorithms.attach_model import Watch, average_buffers, check_equal
-from relaxmpi.algorithms.attach_stats import Meter, SyncStats
+from relaxmpi.algorithms.attach_exchange import Exchange
+from relaxmpi.algorithms.attach_flags import NonFinite
+from relaxmpi.algorithms.attach_join import Stateful, joining
+from relaxmpi.algorithms.attach_model import average_buffers, check_equal
+from relaxmpi.algorithms.attach_stats import SyncStats
 from relaxmpi.algorithms.base import Algorithm, Bound
-from relaxmpi.primitives import (
-    MAX,
-    Comm,
-    NonFiniteError,
-    RelaxError,
-    allreduce,
-    barrier,
-    broadcast,
-    buckets_of,
-)
+from relaxmpi.primitives import MAX, Comm, RelaxError, allreduce, barrier
 
 __all__ = ["Sync"]
 
-# Buckets under way at once: while the tail of one is gathered the next is reduced.
-_STREAMS = 2
-
-_TWICE = (
-    "{} got another gradient while its bucket was on its way or already averaged: call "
-    "optimizer.step() after each backward, or put all backward passes but the last one in "
-    "`with sync.no_sync():`"
-)
-
 
 class Sync:
-    """What `attach` returns: the hooks, the buckets and the state of the algorithm.
-
-    A window lasts from one step of the optimizer to the next. In it every bucket is started
-    once, in bucket order, so that all ranks make the same calls whatever arrives first.
+    """What `attach` returns: the hooks, and the exchange of gradients behind them.
 
     Attributes:
-        comm: The private Comm of the first bucket, whose `progress()` moves all of them.
-        weight: Inside `join`, how much this rank's gradient counts, such as its samples.
+        comm: A private Comm, whose `progress()` moves all buckets.
     """
 
     def __init__(
@@ -63,81 +39,37 @@ class Sync:
         overlap: bool,
         nonfinite: NonFinite,
     ) -> None:
-        self.comm, self.model, self.optimizer = comm, model, optimizer
-        self._algorithm, self._limits, self._overlap = algorithm, limits, overlap
-        self._nonfinite = nonfinite
-        self.control = Comm.dup(comm)  # for what must not wait behind gradients
-        self._watch = Watch(model, optimizer)
-        # Backwards: what is not used in the first step probably becomes ready in this order.
-        named = self._watch.trained[::-1]
-        self._slots = [Slot(self, i, name, p) for i, (name, p) in enumerate(named)]
-        self._streams, self._parts = [comm], list[Part]()
-        beside = Comm.dup(comm, together=True)
-        self._flags = Flags(beside, len(self._slots))
-        self._others = [beside, self.control]
-        for stream in (comm, beside):
-            stream.rehearsed = True  # the calls to come and their order have been agreed on
-        self._order: list[int] = []
-        self._started = self._windows = 0
-        self._facts: Facts | None = None
-        self.paused, self.training = False, True
-        self.weight: float | None = None
-        self._meter = Meter(self._streams, self._others)
-        self._ours = {id(slot.param) for slot in self._slots}
+        self.comm, self._model, self._optimizer = comm, model, optimizer
+        self._exchange = Exchange(model, optimizer, algorithm, comm, limits, overlap, nonfinite)
+        self._joined = False
+        self._ours = {id(slot.param) for slot in self._exchange.slots}
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
             register_optimizer_step_pre_hook(self._before_any_step),
         ]
         if comm.size > 1:
-            for slot in self._slots:
+            for slot in self._exchange.slots:
                 add: Any = slot.param.register_post_accumulate_grad_hook  # untyped in torch
                 self._hooks.append(add(slot))
 
     @property
     def bound(self) -> list[Bound]:
         """The algorithm's state, one a bucket; none before the first step, nor on one rank."""
-        return [part.bound for part in self._parts]
+        return [part.bound for part in self._exchange.parts]
 
-    def arrived(self, slot: Slot) -> None:
-        """Note the order in the first window; later start the buckets that are complete."""
-        if not self._parts:
-            self._order.append(slot.index)
-        elif self._overlap:
-            self._start_full()
+    @property
+    def weight(self) -> float | None:
+        """How much this rank's gradient counts, such as its samples; to be set before backward.
 
-    def _start_full(self) -> None:
-        """Start the complete buckets; one that is ready early waits for its turn."""
-        parts = self._parts
-        while self._started < len(parts) and not parts[self._started].missing:
-            if not self._started:
-                self._meter.begin(self.comm.now())
-            weight = 1.0 if self.weight is None else self.weight
-            parts[self._started].start(weight, self._nonfinite is not NonFinite.PASS)
-            self._started += 1
+        All ranks have one or none has: None outside `join` unless set, 1 at its start.
+        """
+        return self._exchange.weight
 
-    def _lay_out(self, order: list[int]) -> None:
-        """Make the buckets; collective, with the same order on all ranks."""
-        slots = [self._slots[i] for i in order]
-        sizes = [s.param.numel() * s.param.element_size() for s in slots]
-        kinds = [(s.param.dtype, s.param.device) for s in slots]
-        limit, first = self._limits
-        groups = buckets_of(sizes, limit, kinds=kinds, first=first)
-        for _ in groups[len(self._streams) : _STREAMS]:
-            stream = self.comm.dup(together=True)
-            stream.rehearsed, stream.mark = True, self.comm.mark
-            self._streams.append(stream)
-        self._parts = [
-            Part([slots[i] for i in group], self._algorithm, stream, f"bucket {b}")
-            for b, (group, stream) in enumerate(zip(groups, cycle(self._streams)))
-        ]
-        self._order = order
-
-    def _first_order(self) -> list[int]:
-        """Return the order in which gradients became ready on rank 0, the unused ones last."""
-        seen = set(self._order)
-        order = self._order + [i for i in range(len(self._slots)) if i not in seen]
-        agreed = broadcast(self.control, np.array(order, np.int64), name="order of gradients")
-        return [int(i) for i in agreed]
+    @weight.setter
+    def weight(self, value: float | None) -> None:
+        if value is not None and not 0 <= value < float("inf"):
+            raise ValueError(f"a weight must be finite and not negative, not {value}")
+        self._exchange.weight = None if value is None else float(value)
 
     def wait(self) -> None:
         """Wait until the gradients of all ranks are in `p.grad`; collective.
@@ -147,87 +79,31 @@ class Sync:
 
         Raises:
             NonFiniteError: With `NonFinite.RAISE`, on every rank.
-            RelaxError: The gradients were changed while they were on their way.
+            RelaxError: On every rank: on one, gradients were changed while they were on their
+                way, or parameters were replaced; or the ranks differ in their numbers of steps or
+                in the settings of the optimizer.
         """
-        self.finish(adopt=True)
-
-    def finish(self, *, adopt: bool) -> Facts | None:
-        """Start what is left of this window, wait for it and say what holds on any rank.
-
-        None on one rank, where nothing is exchanged.
-        """
-        if self.comm.size == 1 or self._facts is not None:
-            return self._facts
-        if not self._parts:
-            self._lay_out(self._first_order())
-        for part in self._parts[self._started :]:
-            part.complete(adopt)
-        self._start_full()
-        culprit = next((p.culprit for p in self._parts if p.culprit is not None), None)
-        self._flags.start(self._slots, culprit, self.training, self.weight)
-        begin = self.comm.now()
-        for part in self._parts:
-            part.wait()
-        facts = self._facts = self._flags.wait()
-        self._meter.end(begin, max(part.ended for part in self._parts))
-        if adopt:
-            self._use(facts)
-        return facts
-
-    def _use(self, facts: Facts) -> None:
-        """Let the optimizer see what it would see in one process."""
-        if self.weight is not None and facts.weight:
-            for part in self._parts:
-                part.flat.mul_(self.comm.size / facts.weight)
-        if facts.culprit is not None and self._nonfinite is NonFinite.RAISE:
-            rank, index = facts.culprit
-            raise NonFiniteError(
-                f"the gradient of {self._slots[index].name} is not finite on rank {rank} in step "
-                f"{self._meter.steps}; NonFinite.SKIP would leave such steps out"
-            )
-        skip = facts.culprit is not None and self._nonfinite is NonFinite.SKIP
-        self._meter.skipped += skip
-        for slot in self._slots:
-            if skip or not facts.used[slot.index]:
-                slot.param.grad = None
-
-    def close_window(self) -> None:
-        """End a window in which everything was exchanged."""
-        self._started, self._facts = 0, None
-        self._windows += 1
-        for stream in (*self._streams, self._others[0]):
-            stream.mark = f"window {self._windows}"  # ranks in different windows are noticed
-        for part in self._parts:
-            part.open()
-
-    def again(self, slot: Slot) -> None:
-        """Deal with a second gradient of this window."""
-        if slot.param.grad is slot.view:
-            raise RelaxError(_TWICE.format(slot.name))
-        # Set to None since: a step was skipped (on all ranks alike) and a new window begins.
-        if self._parts:
-            self.finish(adopt=False)
-            self.close_window()
-        else:
-            self._order.clear()
-            for each in self._slots:
-                each.arrived = each.used = False
+        if self.comm.size > 1:
+            self._exchange.finish(adopt=True)
+            self._exchange.raise_error()
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        exchange = self._exchange
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
             raise RelaxError(
                 "step(closure) computes gradients after this library has exchanged them: call "
                 "the closure yourself, then step()"
             )
-        if not self.training:
+        if not exchange.training:
             return
-        self._watch.check()
-        self.wait()
-        self.close_window()
-        self._meter.steps += 1
+        if self.comm.size > 1:
+            exchange.before_step()
+        elif objection := exchange.objection():
+            raise RelaxError(objection)
+        exchange.meter.steps += 1
 
     def _before_any_step(self, optimizer: Any, *_: Any) -> None:
-        if optimizer is self.optimizer:
+        if optimizer is self._optimizer:
             return
         if any(id(p) in self._ours for group in optimizer.param_groups for p in group["params"]):
             raise RelaxError(
@@ -235,30 +111,22 @@ class Sync:
                 "their gradients may be on their way; detach, and attach the new optimizer"
             )
 
-    @property
-    def steps(self) -> int:
-        """Steps of the optimizer since `attach`."""
-        return self._meter.steps
-
-    @property
-    def pending(self) -> bool:
-        """Whether this window has gradients that no step has used."""
-        return self._started > 0 or any(slot.arrived for slot in self._slots)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients add up locally; the first backward outside exchanges their sums.
 
         Without one, `optimizer.step()` does.
         """
-        before, self.paused = self.paused, True
+        exchange = self._exchange
+        before, exchange.paused = exchange.paused, True
         try:
             yield
         finally:
-            self.paused = before
+            exchange.paused = before
 
-    def join(self) -> AbstractContextManager[None]:
-        """Return a context for loops over uneven numbers of batches, or of samples; collective.
+    @contextmanager
+    def join(self, *stateful: Stateful) -> Iterator[None]:
+        """Context for loops over uneven numbers of batches, or of samples; collective.
 
         A rank that leaves it early stands in with nothing until the last one has left: the mean
         is over the ranks that still train. Weights count samples instead of ranks:
@@ -270,10 +138,22 @@ class Sync:
                     optimizer.step()
                     optimizer.zero_grad()
 
-        At the end all ranks get parameters, optimizer state and learning rates of the rank that
-        took the most steps. Buffers stay local.
+        At the end all ranks get parameters, optimizer state and settings (the learning rate) of
+        the rank that took the most steps. Buffers stay local. Inside, other calls that all ranks
+        must make have no meaning.
+
+        Args:
+            stateful: What else all ranks get from that rank by `state_dict`: a learning-rate
+                scheduler that is stepped inside.
         """
-        return joining(self)
+        if self._joined or self.weight is not None:
+            raise RelaxError("join() inside join(), or with sync.weight set already")
+        self._joined, self.weight = True, 1.0
+        try:
+            with joining(self._exchange, self._model, self._optimizer, stateful):
+                yield
+        finally:
+            self._joined, self.weight = False, None
 
     def background(self) -> AbstractContextManager[Any]:
         """Return a thread that moves gradients while backward computes; a context manager."""
@@ -285,23 +165,30 @@ class Sync:
         Raises:
             RelaxError: On every rank, naming the first parameter that differs and where.
         """
-        check_equal(self.control, self.model)
+        self._outside("check")
+        check_equal(self._exchange.control, self._model)
 
     def average_buffers(self) -> None:
         """Make floating-point buffers, such as BatchNorm's, the mean over the ranks; collective.
 
         Integer buffers become the largest of any rank. Call it before evaluating or saving.
         """
-        average_buffers(self.control, self.model)
+        self._outside("average_buffers")
+        average_buffers(self._exchange.control, self._model)
+
+    def _outside(self, what: str) -> None:
+        if self._joined:
+            raise RelaxError(f"{what}() inside join(): not all ranks may be there to take part")
 
     def stats(self) -> SyncStats:
         """Return what synchronisation cost since `attach`, on average a step."""
-        return self._meter.stats(len(self._parts))
+        return self._exchange.meter.stats(len(self._exchange.parts))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank must save, besides model and optimizer, to resume exactly."""
-        order = [self._slots[i].name for i in self._order] if self._parts else None
-        return {"order": order, "buckets": {p.name: p.bound.state_dict() for p in self._parts}}
+        exchange = self._exchange
+        order = [exchange.slots[i].name for i in exchange.order] if exchange.parts else None
+        return {"order": order, "buckets": {p.name: p.bound.state_dict() for p in exchange.parts}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank; collective.
@@ -310,17 +197,18 @@ class Sync:
             ValueError: It is of another model, or of other bucket sizes.
             MismatchError: The ranks restore different layouts.
         """
-        index = {slot.name: slot.index for slot in self._slots}
+        exchange = self._exchange
+        index = {slot.name: slot.index for slot in exchange.slots}
         order, buckets = state["order"], state["buckets"]
-        barrier(self.control, name=f"restored order {order}")
+        barrier(exchange.control, name=f"restored order {order}")
         if self.comm.size == 1 or order is None:
             return
         if sorted(order) != sorted(index):
             raise ValueError("this state is of a model with other trained parameters")
-        self._lay_out([index[name] for name in order])
-        if [part.name for part in self._parts] != list(buckets):
+        exchange.lay_out([index[name] for name in order])
+        if [part.name for part in exchange.parts] != list(buckets):
             raise ValueError("this state was saved with other bucket sizes: attach with those")
-        for part in self._parts:
+        for part in exchange.parts:
             part.bound.load_state_dict(buckets[part.name])
 
     def detach(self) -> None:
@@ -330,15 +218,11 @@ class Sync:
         """
         if not self._hooks:
             return
+        exchange = self._exchange
         self._remove_hooks()
-        if allreduce(self.control, int(self.pending), op=MAX, name="detach"):
-            self.wait()
-        for slot in self._slots:
-            if slot.part is not None and slot.param.grad is slot.view:
-                assert slot.view is not None
-                slot.param.grad = slot.view.clone()
-        for stream in (*self._streams, *self._others):
-            stream.close()
+        if allreduce(exchange.control, int(exchange.pending), op=MAX, name="detach"):
+            exchange.finish(adopt=True)
+        exchange.give_back()
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -355,3 +239,4 @@ class Sync:
             self.detach()
         else:
             self._remove_hooks()
+            self._exchange.unseal()

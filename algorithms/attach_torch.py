@@ -2,7 +2,7 @@
 
 Gradients become views of flat buckets. A hook on each parameter counts its bucket down, and a
 full bucket is started while backward still computes; the optimizer's pre-step hook waits for
-all. Nothing is subclassed, wrapped or patched, and `detach` removes every hook.
+all. Model and optimizer are not subclassed, wrapped or patched, and `detach` removes every hook.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from relaxmpi.algorithms.attach_flags import NonFinite
-from relaxmpi.algorithms.attach_model import attaching, broadcast_state
+from relaxmpi.algorithms.attach_model import attaching, broadcast_settings, broadcast_state
 from relaxmpi.algorithms.attach_sync import Sync
 from relaxmpi.algorithms.base import Algorithm
 from relaxmpi.primitives import Comm
@@ -97,4 +97,5 @@ def attach(
     own = comm.dup()  # so that hooks and the caller's own calls cannot get into one order
     if comm.size > 1:
         broadcast_state(own, model, optimizer)
+        broadcast_settings(own, optimizer)
     return Sync(model, optimizer, algorithm, own, limits, overlap, nonfinite)

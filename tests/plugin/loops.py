@@ -1,0 +1,96 @@
+"""Small models, and the loops that the tests of `attach` compare."""
+
+import copy
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+import relaxmpi as rx
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+torch.set_num_threads(1)  # ranks share the cores
+
+SMALL = {"bucket_bytes": 2000, "first_bucket_bytes": 500}  # several buckets for small models
+SINGLE = {"bucket_bytes": 1, "first_bucket_bytes": 1}  # one a parameter
+
+
+def perceptron(seed=0, width=32):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(64, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 10)
+    )
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, as the caller says; a third one never."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.left, self.right, self.never = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x, left):
+        return (self.left if left else self.right)(x)
+
+
+@lru_cache
+def digits():
+    """240 handwritten digits of 8 x 8 pixels."""
+    images, labels = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
+    return torch.from_numpy(images[:240] / 16).float(), torch.from_numpy(labels[:240]).long()
+
+
+def loss_of(model, rank=0, size=1, rows=slice(None)):
+    images, labels = digits()
+    mine = slice(rank, None, size)
+    return nn.functional.cross_entropy(model(images[rows][mine]), labels[rows][mine])
+
+
+def numbers(model):
+    flat = [torch.view_as_real(p) if p.is_complex() else p for p in model.parameters()]
+    return torch.cat([p.detach().double().ravel() for p in flat])
+
+
+def assert_close(model, want, atol=2e-6):
+    np.testing.assert_allclose(numbers(model), numbers(want), rtol=0, atol=atol)
+
+
+def assert_same_model(comm, model):
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+        seen = rx.allgather(comm, t.detach().reshape(-1).contiguous(), name=name)
+        for r in range(1, comm.size):
+            assert torch.equal(seen[r], seen[0]), f"{name} on rank {r}"
+
+
+def sgd_of(model, **settings):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **settings})
+
+
+def fit(comm, model, optimizer, algorithm, steps=5, each=lambda sync: None, **limits):
+    with rx.attach(model, optimizer, algorithm, comm=comm, **limits or SMALL) as sync:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, comm.rank, comm.size).backward()
+            optimizer.step()
+            each(sync)
+        return sync.stats()
+
+
+def weight_of(values, **settings):
+    """A model of one float32 vector and its optimizer: plain descent with step length 1."""
+    model = nn.Module()
+    model.w = nn.Parameter(torch.tensor(values, dtype=torch.float32))
+    return model, torch.optim.SGD(model.parameters(), **{"lr": 1.0, **settings})
+
+
+def push(model, gradient):
+    """A backward pass that leaves a given gradient."""
+    (model.w * torch.tensor(gradient, dtype=torch.float32)).sum().backward()
+
+
+def copies(model, optimizer_of):
+    """The model and a copy, each with its optimizer."""
+    twin = copy.deepcopy(model)
+    return (model, optimizer_of(model)), (twin, optimizer_of(twin))
