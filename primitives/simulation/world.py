@@ -19,6 +19,7 @@ from relaxmpi.primitives.transport import Every
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.simulation.fabric import Fabric
     from relaxmpi.primitives.work import Queue
 
@@ -95,6 +96,7 @@ class Life:
         self.rested = 0.0
         self.calls = self.computed = 0
         self.kept: list[Any] = []
+        self.recorder: Recorder | None = None
         self.fatal: list[int] = []  # calls before which it is killed
         self._seed, self._jitter, self._index = seed, jitter, rank.index
 
@@ -115,12 +117,28 @@ class RankWorld:
         self.rank, self.size = group.members.index(me), len(group.members)
         self.nodes = tuple(group.fabric.nodes[rank.index] for rank in group.members)
         self.comms: MutableSet[Comm] = life.comms
-        self._links = self._splits = 0
+        self._links = self._meetings = 0
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """See `World`: of this rank."""
+        return self._life.recorder
+
+    def record(self, recorder: Recorder | None) -> None:
+        """See `World`."""
+        self._life.recorder = recorder
+        if recorder is not None and recorder.keeps_messages:
+            self._fabric.recorders[self.me.index] = recorder
+        else:
+            self._fabric.recorders.pop(self.me.index, None)
 
     @property
     def mpi(self) -> NoReturn:
         """There is none."""
-        raise RelaxError("a simulated world has no MPI communicator")
+        raise RelaxError(
+            "a simulated world has no MPI communicator: what a program does through comm.mpi and "
+            "mpi4py needs real ranks, under mpirun"
+        )
 
     def link(self) -> SimulatedLink:
         """See `World`."""
@@ -129,34 +147,47 @@ class RankWorld:
 
     def split(self, color: int | None, key: int) -> RankWorld | None:
         """See `World`."""
-        me, number = self.me, self._splits
-        self._splits += 1
-        scheduler, gathering = self._scheduler, self._group.gathering
+        number = self._meetings
+        brought = self._meet("split", (color, key))
+        if color is None:
+            return None
+        order = sorted((k, r) for r, (c, k) in brought.items() if c == color)
+        members = tuple(self._group.members[r] for _, r in order)
+        return RankWorld(self._group.part(number, color, members), self.me, self._life)
+
+    def gather(self, thing: Any) -> list[Any] | None:
+        """See `World`: the very things, which take no time to travel."""
+        brought = self._meet("gather", thing)
+        return None if self.rank else [brought[r] for r in range(self.size)]
+
+    def _meet(self, what: str, mine: Any) -> dict[int, Any]:
+        me, scheduler, gathering = self.me, self._scheduler, self._group.gathering
         seconds = self._fabric.network.agreement(self.size, gathering.nodes)
         ticket = Ticket(me)
         meeting = gathering.meet(
-            "split",
-            number,
+            what,
+            self._meetings,
             self.rank,
             ticket,
-            (color, key),
+            mine,
             lambda m: scheduler.at(m.time + seconds, gathering.dissolve, m),
         )
+        self._meetings += 1
         self._here()
         end = me.clock + Settings.read().timeout
         while not ticket.done:
             me.resting, me.awaits, me.queue = True, [ticket], None
             scheduler.sleep(me, end, hopeful=False)
             if me.clock >= end:
-                raise PeerTimeout(f"not all {self.size} ranks took part in split()")
-        if color is None:
-            return None
-        order = sorted((k, r) for r, (c, k) in meeting.brought.items() if c == color)
-        members = tuple(self._group.members[r] for _, r in order)
-        return RankWorld(self._group.part(number, color, members), me, self._life)
+                raise PeerTimeout(f"not all {self.size} ranks took part in {what}()")
+        return meeting.brought
 
     def free(self) -> None:
         """See `World`."""
+
+    def clock_offset(self) -> float:
+        """See `World`: all have the same virtual time."""
+        return 0.0
 
     def now(self) -> float:
         """Return the virtual time of this rank."""
@@ -214,10 +245,14 @@ class RankWorld:
         if self._life.busy:
             return
         self._here()
-        me = self.me
+        me, recorder = self.me, self._life.recorder
+        if recorder is not None:
+            recorder.enter()
         step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
         self._scheduler.sleep(me, me.clock + step)
         me.spun += step
+        if recorder is not None:
+            recorder.leave()
 
     @property
     def look(self) -> float:
@@ -246,9 +281,11 @@ class RankWorld:
                 hopeful = min(hopeful, begin + step)
             due = max(head.patience.due(head) - head.waited, 0.0)
             patient = min(patient, begin + due + _EVERY)
-        me.resting, me.awaits, me.queue = True, tickets, queue
+        me.resting, me.awaits, me.queue, me.cause = True, tickets, queue, None
         self._scheduler.sleep(me, min(hopeful, patient), hopeful=hopeful <= patient)
         self._life.rested = max(0.0, me.clock - begin - (me.lost - lost))
+        if self._life.recorder is not None:
+            self._life.recorder.rested(begin, me.clock, me.cause)
 
     def _here(self) -> None:
         """Take part in what has waited for a call; other threads have no virtual time."""
