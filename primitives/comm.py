@@ -8,7 +8,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from relaxmpi.primitives.agreement import Lane
+from relaxmpi.primitives.agreement import Lane, after, before, nothing
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.door import Door
@@ -149,7 +149,7 @@ class Comm:
     def _meet(self, what: str) -> None:
         """Wait for all ranks, as every call does, before MPI's own blocking calls."""
         with self.door(what):
-            self.submit(Call((what,)), _nothing()).wait()
+            self.submit(Call((what,)), nothing()).wait()
 
     def progress(self) -> None:
         """Move what can be moved without waiting; call it between pieces of computation."""
@@ -252,9 +252,9 @@ class Comm:
         if self.mark:
             call.what = (*what, self.mark)
         if self.rehearsed:
-            flow = _before(self._started.post(call, first=False), flow, call)
+            flow = before(self._started.post(call, first=False), flow, call)
         else:
-            flow = _after(self._started.post(call), flow)
+            flow = after(self._started.post(call), flow)
         if recorder is not None:
             flow = recorder.call(self, what, flow)
         work = queue.submit(flow, call.__str__, self._notices)
@@ -279,7 +279,7 @@ class Comm:
                 f"{call} inside a primitive of another Comm would hang: the two streams know "
                 "nothing of each other; use one Comm, or comm.by_node()"
             )
-        flow = _after(self._inside.post(call), flow)
+        flow = after(self._inside.post(call), flow)
         recorder = self._world.recorder
         if recorder is not None:
             flow = recorder.call(self, call.what, flow, inner=True)
@@ -313,24 +313,3 @@ class Comm:
         step = self.steps[name]
         self.steps[name] = step + 1
         return step
-
-
-def _after(agreement: Flow[None], flow: Flow[T]) -> Flow[T]:
-    try:
-        yield from agreement
-    except BaseException:
-        flow.close()
-        raise
-    return (yield from flow)
-
-
-def _before(agreement: Flow[None], flow: Flow[T], call: Call) -> Flow[T]:
-    if call.refusal is not None:
-        raise call.refusal  # the peers are in the middle of this call
-    result = yield from flow
-    yield from agreement
-    return result
-
-
-def _nothing() -> Flow[None]:
-    yield from ()
