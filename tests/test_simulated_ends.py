@@ -44,6 +44,19 @@ def test_a_deadlock_says_who_waits_for_what():
     assert "rank 2 waits in barrier for ranks 0, 1, 3" in said
 
 
+def test_a_deadlock_of_streams_that_move_together():
+    def program():
+        with rx.Comm.world() as one, one.dup(together=True) as two, one.dup() as three:
+            if one.rank == 1:
+                rx.barrier(three)
+            works = [rx.allreduce.start(comm, np.ones(9)) for comm in (one, two)]
+            for work in reversed(works):
+                work.wait()
+
+    with pytest.raises(rx.Deadlock, match=r"ranks 0, 2 wait in allreduce .* for rank 1; rank 1"):
+        rx.SimulatedWorld(3).run(program)
+
+
 def test_a_deadlock_takes_no_virtual_time_of_waiting():
     def program():
         one, two = rx.Comm.world(), rx.Comm.world()

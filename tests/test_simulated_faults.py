@@ -115,7 +115,7 @@ def conserved(world):
 
 def several(codec, nodes, overlapped):
     """Several calls, some in flight at once; what this rank holds in the end, as bytes."""
-    with rx.Comm.world() as world, world.dup() as other:
+    with rx.Comm.world() as world, world.dup(together=overlapped) as other:
         comm = world.by_node() if nodes else world
         clock, held, r = Clock(world), [], world.rank
         memory = None if codec is None else rx.ErrorFeedback(codec)

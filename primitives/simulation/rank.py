@@ -26,7 +26,7 @@ class Rank:
         clock: Its virtual time, in seconds.
         busy: When its processor has done with the messages that have arrived, in a call.
         inside: Whether it is in a call of the library, where long messages get its help.
-        resting: Whether it waits for `awaits`, or for any request where that is None.
+        resting: Whether it waits for one of `awaits`, or for any request where there is none.
         listening: Whether a notice would wake it.
         dead: Whether a fault has killed it.
         over: Whether its thread has ended.
@@ -72,7 +72,7 @@ class Rank:
         self.token, self.unheard, self.stolen, self.lost = 0, 0, 0.0, 0.0
         self.inside = True
         self.resting = self.listening = self.dead = self.over = self.news = self.hopeful = False
-        self.awaits: Ticket | None = None
+        self.awaits: list[Ticket] = []
         self.queue: Queue | None = None
         self.cause: Cause | None = None
         self.result: Any = None

@@ -83,7 +83,7 @@ class Scheduler:
     def completed(self, rank: Rank, request: Ticket, time: float) -> None:
         """Wake a rank that waits for this request."""
         rank.spun = 0.0
-        if rank.resting and (rank.awaits is None or rank.awaits is request):
+        if rank.resting and (not rank.awaits or request in rank.awaits):
             self.wake(rank, time)
 
     def kill(self, time: float, rank: Rank) -> None:
@@ -261,7 +261,7 @@ def _plight(rank: Rank) -> tuple[str, str]:
     if rank.over:
         return "has/have", " returned"
     where = "split" if rank.queue is None or rank.queue.idle else rank.queue.first()
-    missing = [] if rank.awaits is None else rank.awaits.missing()
+    missing = rank.awaits[0].missing() if rank.awaits else []
     return "waits/wait", f" in {where}" + (f" for {_ranks(missing)}" if missing else "")
 
 

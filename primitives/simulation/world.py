@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableSet
+from math import inf
 from threading import current_thread
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -175,7 +176,7 @@ class RankWorld:
         self._here()
         end = me.clock + Settings.read().timeout
         while not ticket.done:
-            me.resting, me.awaits, me.queue = True, ticket, None
+            me.resting, me.awaits, me.queue = True, [ticket], None
             scheduler.sleep(me, end, hopeful=False)
             if me.clock >= end:
                 raise PeerTimeout(f"not all {self.size} ranks took part in {what}()")
@@ -205,7 +206,7 @@ class RankWorld:
 
     def compute(self, seconds: float) -> None:
         """See `World`: the clock advances; messages that need this rank wait."""
-        if not 0 <= seconds < float("inf"):
+        if not 0 <= seconds < inf:
             raise ValueError(f"a computation takes zero or more seconds, not {seconds!r}")
         me, life = self.me, self._life
         self._here()
@@ -236,7 +237,7 @@ class RankWorld:
             me.stolen, lost = 0.0, me.lost
             if me.clock >= end:
                 return
-            me.resting, me.awaits, me.queue = True, None, None
+            me.resting, me.awaits, me.queue = True, [], None
             self._scheduler.sleep(me, end)
 
     def polled(self) -> None:
@@ -259,24 +260,28 @@ class RankWorld:
         return _LOOK + self._life.rested
 
     def rest(self, queue: Queue, waited: float, timeout: float | None) -> None:
-        """See `World`: sleep until the head can have moved, or wants to be looked after."""
+        """See `World`: sleep until a head can have moved, or wants to be looked after."""
         self._here()
-        me, head = self.me, queue.head()
+        me = self.me
         begin, lost = me.clock, me.lost
-        hopeful = begin + timeout - waited + _POLL if timeout is not None else float("inf")
-        if me.unheard and (me.news or head.waited < _WORTH):
-            hopeful = min(hopeful, begin + max(_WORTH - head.waited, 0.0) + _EVERY)
-        awaits = head.request
-        while isinstance(awaits, Every):
-            awaits = awaits.first()
-        several = sum(not beside.idle for beside in queue.together) > 1
-        ticket = awaits if isinstance(awaits, Ticket) and not several else None
-        if ticket is None:  # somebody else's kind of request, or more than one: look again
-            step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
-            me.spun += step
-            hopeful = min(hopeful, begin + step)
-        patient = begin + max(head.patience.due(head) - head.waited, 0.0) + _EVERY
-        me.resting, me.awaits, me.queue, me.cause = True, ticket, queue, None
+        hopeful = begin + timeout - waited + _POLL if timeout is not None else inf
+        patient, tickets = inf, []
+        beside = [other for other in queue.together if other is not queue and not other.idle]
+        for head in (moving.head() for moving in (queue, *beside)):
+            if me.unheard and (me.news or head.waited < _WORTH):
+                hopeful = min(hopeful, begin + max(_WORTH - head.waited, 0.0) + _EVERY)
+            awaits = head.request
+            while isinstance(awaits, Every):
+                awaits = awaits.first()
+            if isinstance(awaits, Ticket):
+                tickets.append(awaits)
+            else:  # somebody else's kind of request: look again
+                step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
+                me.spun += step
+                hopeful = min(hopeful, begin + step)
+            due = max(head.patience.due(head) - head.waited, 0.0)
+            patient = min(patient, begin + due + _EVERY)
+        me.resting, me.awaits, me.queue, me.cause = True, tickets, queue, None
         self._scheduler.sleep(me, min(hopeful, patient), hopeful=hopeful <= patient)
         self._life.rested = max(0.0, me.clock - begin - (me.lost - lost))
         if self._life.recorder is not None:
