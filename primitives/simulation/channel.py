@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.simulation.fabric import Fabric
 from relaxmpi.primitives.simulation.scheduler import Rank
+from relaxmpi.primitives.simulation.tree import told
 
 __all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive", "Ticket"]
 
@@ -189,6 +190,7 @@ class Meeting:
     def __init__(self) -> None:
         self.brought: dict[int, Any] = {}
         self.tickets: list[Ticket] = []
+        self.came: list[tuple[int, float]] = []  # who brought a ticket, and when
         self.answer: Any = None
         self.time = 0.0
 
@@ -198,7 +200,7 @@ class Channel:
 
     def __init__(self, fabric: Fabric, members: tuple[Rank, ...]) -> None:
         self.fabric, self.members = fabric, members
-        self.nodes = len({fabric.nodes[rank.index] for rank in members})
+        self._places = [fabric.nodes[rank.index] for rank in members]
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in members]
         self.freed = 0
         self._pipes: dict[tuple[int, int, bool], Pipe] = {}
@@ -229,14 +231,25 @@ class Channel:
             meeting = self._meetings[kind, number] = Meeting()
         meeting.brought[me] = what
         meeting.tickets.append(ticket)
+        meeting.came.append((me, self.members[me].clock))
         meeting.time = max(meeting.time, self.members[me].clock)
         if len(meeting.brought) == len(self.members):
             del self._meetings[kind, number]
             close(meeting)
         return meeting
 
-    def dissolve(self, time: float, meeting: Meeting) -> None:
-        """Complete a meeting for all ranks at once."""
-        for ticket in meeting.tickets:
+    def tell(self, meeting: Meeting, seconds: float = 0.0) -> None:
+        """Complete a meeting to which all have come: for each rank when the tree reaches it."""
+        scheduler = self.fabric.scheduler
+        arrivals = [time for _, time in sorted(meeting.came)]
+        ends = told(self.fabric.network, self._places, arrivals)
+        groups: dict[float, list[Ticket]] = {}
+        for (me, _), ticket in zip(meeting.came, meeting.tickets, strict=True):
+            groups.setdefault(ends[me] + seconds, []).append(ticket)
+        for time, tickets in groups.items():
+            scheduler.at(max(time, meeting.time), self._complete, tickets)
+
+    def _complete(self, time: float, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
             ticket.done = True
             self.fabric.scheduler.completed(ticket.rank, ticket, time)

@@ -19,9 +19,9 @@ class Network:
     share its link; what they say to each other goes through a port of each rank instead, with
     the local latency and bandwidth. Buffers in the switch are endless.
 
-    Agreements and notices are small and cost latency, not bandwidth. An agreement of n ranks on
-    m nodes takes ceil(log2 m) latencies and ceil(log2(n / m)) local ones, with the costs of a
-    message each, after the last rank has come.
+    Agreements and notices are small and cost latency, not bandwidth. An agreement climbs a
+    binomial tree to rank 0 and comes down again, as in MPI: with one rank a host, rank 0 knows
+    up to ceil(log2 n) latencies after the last rank has come, the others up to as many later.
 
     Attributes:
         latency: Seconds from a host to another, one way.
@@ -92,10 +92,3 @@ class Network:
     def wire_bytes(self, size: float) -> float:
         """Return the bytes on a link for a message of `size` bytes, which is scaled already."""
         return size + math.ceil(size / self.packet) * self.overhead if self.overhead else size
-
-    def agreement(self, ranks: int, nodes: int) -> float:
-        """Return the seconds from the last rank's arrival until all know."""
-        cpu = self.send_cost + self.receive_cost
-        inside = (-(-ranks // nodes) - 1).bit_length()
-        between = (nodes - 1).bit_length()
-        return inside * (self.local_latency + cpu) + between * (self.latency + cpu)

@@ -129,16 +129,8 @@ class RankWorld:
         me, number = self.me, self._splits
         self._splits += 1
         scheduler, gathering = self._scheduler, self._group.gathering
-        seconds = self._fabric.network.agreement(self.size, gathering.nodes)
         ticket = Ticket(me)
-        meeting = gathering.meet(
-            "split",
-            number,
-            self.rank,
-            ticket,
-            (color, key),
-            lambda m: scheduler.at(m.time + seconds, gathering.dissolve, m),
-        )
+        meeting = gathering.meet("split", number, self.rank, ticket, (color, key), gathering.tell)
         self._here()
         end = me.clock + Settings.read().timeout
         while not ticket.done:
@@ -229,6 +221,8 @@ class RankWorld:
         awaits = head.request
         while isinstance(awaits, Every):
             awaits = awaits.first()
+        if isinstance(awaits, Ticket) and awaits.done:
+            return  # by what this call has just caught up with: nobody would wake this rank
         if not isinstance(awaits, Ticket):  # somebody else's kind of request: look again
             step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
             me.spun += step
