@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class SimulatedLink:
         self.rank, self.size = world.rank, world.size
         self._world, self._channel, self._me = world, channel, world.me
         self._counts: Counter[str] = Counter()
+        self._told: defaultdict[int, deque[bytes]] = defaultdict(deque)
 
     def _join(self, kind: str, mine: Any, all_: Any, seconds: float) -> Request:
         if self._me.dead:
@@ -82,10 +83,12 @@ class SimulatedLink:
         fabric, me = self._channel.fabric, self._me
         if not me.dead:
             latency = fabric.latency(me.index, self._channel.members[peer].index)
-            fabric.scheduler.at(me.clock + latency, self._deliver, peer, message)
+            self._told[peer].append(message)
+            fabric.scheduler.at(me.clock + latency, self._deliver, peer)
         return DONE
 
-    def _deliver(self, time: float, peer: int, message: bytes) -> None:
+    def _deliver(self, time: float, peer: int) -> None:
+        message = self._told[peer].popleft()  # two at one time keep their order
         rank = self._channel.members[peer]
         if rank.over or rank.dead:
             return

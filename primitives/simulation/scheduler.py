@@ -49,6 +49,7 @@ class Rank:
         dead: Whether a fault has killed it.
         over: Whether its thread has ended.
         held: It does not run before this time.
+        lost: Seconds for which faults have held it so far.
         todo: What it must do for long messages as soon as it is in a call.
         unheard: Notices that have arrived and were not read.
         news: Whether one has arrived since it last read all.
@@ -68,6 +69,7 @@ class Rank:
         "index",
         "inside",
         "listening",
+        "lost",
         "news",
         "over",
         "queue",
@@ -83,7 +85,7 @@ class Rank:
 
     def __init__(self, index: int) -> None:
         self.index, self.clock, self.busy, self.held, self.spun = index, 0.0, 0.0, 0.0, 0.0
-        self.token, self.unheard, self.stolen = 0, 0, 0.0
+        self.token, self.unheard, self.stolen, self.lost = 0, 0, 0.0, 0.0
         self.inside = True
         self.resting = self.listening = self.dead = self.over = self.news = self.hopeful = False
         self.awaits: Request | None = None
@@ -93,6 +95,12 @@ class Rank:
         self.thread: threading.Thread
         self.baton = _thread.allocate_lock()
         self.baton.acquire()
+
+    def pause(self, time: float, seconds: float) -> None:
+        """Hold it from now on."""
+        until = max(self.held, time + seconds)
+        self.lost += until - max(self.held, time)
+        self.held = until
 
     def catch_up(self) -> None:
         """Do what has been waiting for this rank to make a call."""
@@ -308,7 +316,8 @@ class Scheduler:
 
     def _end(self) -> None:
         """Unwind what still runs, the holder of the baton first, one thread after the other."""
-        threads = [rank for rank in self.ranks if hasattr(rank, "thread")]
+        ranks = [rank for rank in self.ranks if hasattr(rank, "thread")]
+        threads = [rank for rank in ranks if rank.thread.ident is not None]
         if threads and not self.holder.over:
             self._unwind(self.holder, release=False)
         for rank in threads:

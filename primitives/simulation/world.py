@@ -85,14 +85,14 @@ class Group:
 class Life:
     """What the Worlds of one rank have in common."""
 
-    def __init__(self, rank: Rank, seed: int, jitter: float, calls: dict[int, None]) -> None:
+    def __init__(self, rank: Rank, seed: int, jitter: float) -> None:
         self.comms = OpenComms()
         self.backgrounds: list[Queue] = []
         self.busy = False
         self.rested = 0.0
         self.calls = self.computed = 0
         self.kept: list[Any] = []
-        self.fatal = calls
+        self.fatal: list[int] = []  # calls before which it is killed
         self._seed, self._jitter, self._index = seed, jitter, rank.index
 
     def jitter(self) -> float:
@@ -214,7 +214,7 @@ class RankWorld:
         """See `World`: sleep until the head can have moved, or wants to be looked after."""
         self._here()
         me, head = self.me, queue.head()
-        begin = me.clock
+        begin, lost = me.clock, me.lost
         hopeful = begin + timeout - waited + _POLL if timeout is not None else float("inf")
         if me.unheard and (me.news or head.waited < _WORTH):
             hopeful = min(hopeful, begin + max(_WORTH - head.waited, 0.0) + _EVERY)
@@ -230,7 +230,7 @@ class RankWorld:
         patient = begin + max(head.patience.due(head) - head.waited, 0.0) + _EVERY
         me.resting, me.awaits, me.queue = True, awaits, queue
         self._scheduler.sleep(me, min(hopeful, patient), hopeful=hopeful <= patient)
-        self._life.rested = me.clock - begin
+        self._life.rested = max(0.0, me.clock - begin - (me.lost - lost))
 
     def _here(self) -> None:
         """Take part in what has waited for a call; other threads have no virtual time."""
