@@ -37,7 +37,7 @@ def messages(comm, sends, receives, begin=0.0):
 
 
 def times(plan, n, network=PLAIN, **others):
-    """Seconds until each rank is done, if all begin at once; `plan` is `{(source, dest): count}`."""
+    """Seconds each rank takes if all begin at once; `plan` is `{(source, dest): count}`."""
     begin = 1.0
 
     def program():
