@@ -12,7 +12,7 @@ from relaxmpi.primitives.devices import device_of
 from relaxmpi.primitives.simulation.fabric import Fabric
 from relaxmpi.primitives.transport import Every
 
-FREE = {"send_cost": 0.0, "receive_cost": 0.0}
+FREE = {"send_cost": 0.0, "receive_cost": 0.0, "agree_cost": 0.0}
 # One second for a megabyte, and a tenth for a word.
 PLAIN = rx.Network(
     latency=0.1, bandwidth=1e6, local_latency=0.01, local_bandwidth=1e7, eager=10**7, **FREE

@@ -69,14 +69,15 @@ class Receive(Ticket):
         self._parcel: Parcel | None = None
         self._finish = self.extra = 0.0
 
-    def fill(self, time: float, parcel: Parcel) -> None:
-        """The bytes have arrived."""
+    def fill(self, time: float, parcel: Parcel, spread: float = 0.0) -> None:
+        """The bytes have arrived, the first piece `spread` seconds before the last."""
         self._parcel, self.done = parcel, True
         rank, fabric = self.rank, self._fabric
         if rank.inside:
             cost = self._cost(parcel, time)
             rank.stolen += cost
-            time = self._finish = rank.busy = max(time, rank.busy, rank.clock, rank.held) + cost
+            begin = max(time - spread, rank.busy, rank.clock, rank.held)
+            time = self._finish = rank.busy = max(begin + cost, time + cost / parcel.pieces)
         fabric.scheduler.completed(rank, self, time)
 
     def _cost(self, parcel: Parcel, time: float) -> float:
@@ -129,7 +130,12 @@ class Pipe:
         self._count = number + 1
         if parcel.sent is None:
             self._fabric.send(
-                self._src, self._dest, parcel.size, time, lambda t: self._land(t, number, parcel)
+                self._src,
+                self._dest,
+                parcel.size,
+                parcel.pieces,
+                time,
+                lambda t: self._land(t, number, parcel),
             )
         else:
             latency = self._fabric.latency(self._src.index, self._dest.index)
@@ -146,7 +152,7 @@ class Pipe:
         while (following := self._early.pop(self._expected, None)) is not None:
             self._expected += 1
             if self._posted:
-                self._match(time, self._posted.popleft(), following)
+                self._match(time, self._posted.popleft(), following, new=True)
             else:
                 self._arrived.append(following)
         return True
@@ -158,17 +164,28 @@ class Pipe:
         else:
             self._posted.append(request)
 
-    def _match(self, time: float, request: Receive, parcel: Parcel) -> None:
+    def _spread(self, parcel: Parcel) -> float:
+        src, dest = self._src.index, self._dest.index
+        return self._fabric.spread(src, dest, parcel.size, parcel.pieces)
+
+    def _match(self, time: float, request: Receive, parcel: Parcel, *, new: bool = False) -> None:
         sent = parcel.sent
         if sent is None:
-            request.fill(time, parcel)
+            request.fill(time, parcel, self._spread(parcel) if new else 0.0)
             return
         # Rendezvous: the receiver, in a call, asks for the bytes; the sender, in a call, sends.
         scheduler, src, dest = self._fabric.scheduler, self._src, self._dest
         back = self._fabric.latency(dest.index, src.index)
 
         def start(now: float) -> None:
-            self._fabric.send(src, dest, parcel.size, now, lambda t: self._end(t, request, parcel))
+            self._fabric.send(
+                src,
+                dest,
+                parcel.size,
+                parcel.pieces,
+                now,
+                lambda t: self._end(t, request, parcel),
+            )
             sent.done = True
             scheduler.completed(src, sent, now)
 
@@ -180,7 +197,7 @@ class Pipe:
     def _end(self, time: float, request: Receive, parcel: Parcel) -> bool:
         if request.done:
             return False
-        request.fill(time, parcel)
+        request.fill(time, parcel, self._spread(parcel))
         return True
 
 

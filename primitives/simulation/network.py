@@ -31,6 +31,7 @@ class Network:
         local_bandwidth: Bytes per second between ranks of one host.
         send_cost: Seconds of the sender's processor for each MPI message.
         receive_cost: Seconds of the receiver's processor for each MPI message.
+        agree_cost: Seconds of processors for each hop of an agreement.
         packet: Payload bytes of a packet.
         overhead: Bytes that each packet carries besides: Ethernet, IP and TCP.
         eager: Bytes of the longest MPI message that travels while both ranks compute; longer
@@ -57,6 +58,7 @@ class Network:
     local_bandwidth: float = 5e9
     send_cost: float = 1e-6
     receive_cost: float = 1e-6
+    agree_cost: float = 2e-6
     packet: int = 1448
     overhead: int = 0
     eager: int = 64 * 1024

@@ -65,8 +65,10 @@ class SimulatedTransport:
         if me.dead:
             return Never()
         parcel = self.parcel(data)
-        self._fabric.cost(me, parcel.pieces * self._network.send_cost)
-        self.channel.pipe(self._rank, dest).send(parcel, me.clock)
+        self._fabric.cost(me, self._network.send_cost)
+        begin = me.clock
+        self._fabric.cost(me, (parcel.pieces - 1) * self._network.send_cost)
+        self.channel.pipe(self._rank, dest).send(parcel, begin)
         return DONE if parcel.sent is None else parcel.sent
 
     def irecv(self, data: Any, source: int) -> Request:
@@ -158,11 +160,11 @@ class _Relay(Receive):
         super().__init__(rank, data, fabric)
         self._transport, self._dests = transport, dests
 
-    def fill(self, time: float, parcel: Parcel) -> None:
+    def fill(self, time: float, parcel: Parcel, spread: float = 0.0) -> None:
         """The bytes have arrived."""
         net, rank = self._fabric.network, self.rank
         self.extra = parcel.pieces * len(self._dests) * net.send_cost
-        super().fill(time, parcel)
+        super().fill(time, parcel, spread)
         if self._dests:
             self._fabric.scheduler.help(rank, time, self._send_on)
 
