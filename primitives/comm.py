@@ -153,6 +153,10 @@ class Comm:
         """Take the time that a computation of `seconds` would take, leaving the cores free."""
         self._world.compute(seconds)
 
+    def priced(self, thing: T) -> T:
+        """Return a codec or a device whose work takes the time that it takes in this world."""
+        return self._world.priced(thing)
+
     def close(self) -> None:
         """Give the private communicators back. Never communicates; a second call does nothing.
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from relaxmpi.primitives.codecs import Codec
+    from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.feedback import ErrorFeedback
 
 __all__ = ["Network"]
 
@@ -40,6 +47,11 @@ class Network:
         scale: A small array stands for one that is this many times longer: time is counted,
             and messages are cut, for `scale` times the bytes.
 
+        work: Seconds of the processor for the arithmetic of verbs, a call and a number: for
+            "reduce" (the sum of two numbers), "copy" and "divide", and for the codecs, such as
+            f"{codec.describe()}.encode", "encode_feedback", "decode" and "decode_add". What is
+            not named takes no time.
+
     Raises:
         ValueError: A number is negative, or a rate is not above zero.
 
@@ -63,16 +75,19 @@ class Network:
     overhead: int = 0
     eager: int = 64 * 1024
     scale: float = 1.0
+    work: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         positive = {"bandwidth", "local_bandwidth", "packet", "scale"}
-        for field in fields(self):
-            value = getattr(self, field.name)
+        numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "work"}
+        for name, prices in self.work.items():
+            numbers |= {f"work[{name!r}]": price for price in prices}
+        for name, value in numbers.items():
             if not isinstance(value, (int, float)) or not (
-                0 < value < math.inf if field.name in positive else value >= 0
+                0 < value < math.inf if name in positive else value >= 0
             ):
-                kind = "above zero" if field.name in positive else "zero or more"
-                raise ValueError(f"{field.name} of a Network must be {kind}, not {value!r}")
+                kind = "above zero" if name in positive else "zero or more"
+                raise ValueError(f"{name} of a Network must be {kind}, not {value!r}")
 
     @classmethod
     def ethernet(cls, bits_per_second: float, latency: float = 50e-6, **others: float) -> Network:
@@ -85,6 +100,12 @@ class Network:
         """
         values = {"overhead": 90, **others}  # preamble and gap 20, Ethernet 18, IP 20, TCP 32
         return cls(latency=latency, bandwidth=bits_per_second / 8, **values)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_measurement(cls, comm: Comm, codecs: Sequence[Codec | ErrorFeedback] = ()) -> Network:
+        from relaxmpi.primitives.simulation.measurement import measure
+
+        return measure(comm, codecs)
 
     @property
     def down_bandwidth(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableSet
 from threading import current_thread
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from relaxmpi.primitives.errors import PeerTimeout, RelaxError
 from relaxmpi.primitives.schedules import FlatSchedule
@@ -13,6 +13,7 @@ from relaxmpi.primitives.simulation.channel import Channel, Ticket
 from relaxmpi.primitives.simulation.faults import draw
 from relaxmpi.primitives.simulation.grouped import GroupedSchedule
 from relaxmpi.primitives.simulation.link import SimulatedLink
+from relaxmpi.primitives.simulation.priced import Priced, prices_of
 from relaxmpi.primitives.transport import Every
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["RankWorld"]
+
+T = TypeVar("T")
 
 _POLL = 1e-6
 # A rank that looks in vain for long looks less often, or a timeout would take a million looks.
@@ -194,6 +197,18 @@ class RankWorld:
                 return
             me.resting, me.awaits, me.queue = True, None, None
             self._scheduler.sleep(me, end)
+
+    def priced(self, thing: T) -> T:
+        """See `World`: what the network's `work` says."""
+        network = self._fabric.network
+        prices = prices_of(network.work, thing) if network.work else {}
+        if not prices:
+            return thing
+
+        def charge(call: float, numbers: float) -> None:
+            self._fabric.cost(self.me, call + numbers * network.scale)
+
+        return cast("T", Priced(thing, prices, charge))
 
     def polled(self) -> None:
         """See `World`: a look takes a microsecond, so that loops around `test()` advance."""
