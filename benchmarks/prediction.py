@@ -1,4 +1,4 @@
-"""Predicted against measured seconds of all-reduce, on emulated hosts: the table of docs/prediction.md.
+"""Predicted against measured seconds of all-reduce on emulated hosts: docs/prediction.md.
 
     python benchmarks/prediction.py --out docs/prediction.md
     python benchmarks/prediction.py --hosts 2 --latencies 5ms --bandwidths 100Mbit
@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ class Case(NamedTuple):
 
     @property
     def ratio(self) -> float:
+        """Predicted over measured."""
         return self.predicted / self.measured
 
 
@@ -52,33 +53,32 @@ def codecs() -> dict[str, Any]:
     }
 
 
+def once(comm: rx.Comm, x: np.ndarray, codec: Any) -> float:
+    """Seconds that this rank is in one call, in place on a copy."""
+    y = x.copy()
+    rx.barrier(comm)
+    begin = comm.now()
+    rx.allreduce(comm, y, op=rx.MEAN, codec=codec)
+    return comm.now() - begin
+
+
 def timings(
     comm: rx.Comm, sizes: Sequence[int], calls: tuple[int, int] = CALLS
 ) -> dict[str, list[float]]:
     """Median seconds of each all-reduce, for each codec in the order of `sizes`.
 
-    The ranks meet, each takes its own time of one call, and the slowest counts. In a simulated
+    The ranks meet, each takes its own time of one call, and the longest counts. In a simulated
     world the same code gives the prediction.
     """
     found: dict[str, list[float]] = {name: [] for name in codecs()}
     for size in sizes:
         x = np.random.default_rng(comm.rank).standard_normal(size // 4).astype(np.float32)
-        kept = x.copy()
         for name, codec in codecs().items():
-            once: Callable[[], object] = lambda c=codec: rx.allreduce(comm, x, op=rx.MEAN, codec=c)
-
-            def seconds(once: Callable[[], object] = once) -> float:
-                x[:] = kept
-                rx.barrier(comm)
-                begin = comm.now()
-                once()
-                return comm.now() - begin
-
-            seconds()
-            one = rx.allreduce(comm, seconds(), op=rx.MAX)
+            once(comm, x, codec)
+            one = rx.allreduce(comm, once(comm, x, codec), op=rx.MAX)
             count = int(max(calls[0], min(calls[1], BUDGET / max(one, 1e-6))))
-            taken = rx.allreduce(comm, np.array([seconds() for _ in range(count)]), op=rx.MAX)
-            found[name].append(float(np.median(taken)))
+            taken = np.array([once(comm, x, codec) for _ in range(count)])
+            found[name].append(float(np.median(rx.allreduce(comm, taken, op=rx.MAX))))
     return found
 
 
@@ -173,9 +173,8 @@ def main() -> int:
         for bandwidth in given.bandwidths.split(","):
             for latency in given.latencies.split(","):
                 network, here = cases(hosts, latency, bandwidth)
-                print(
-                    f"{hosts} hosts, {latency}, {bandwidth}: {network}\n{table(here)}\n", flush=True
-                )
+                print(f"{hosts} hosts, {latency}, {bandwidth}: {network}\n{table(here)}\n")
+                sys.stdout.flush()
                 found += here
     print(summary(found))
     return 0

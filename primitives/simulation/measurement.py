@@ -38,8 +38,7 @@ _ROUNDS = 5
 _MEETINGS = 30
 _LEAST, _MOST = 256 * 1024, 16 * 1024 * 1024
 _SECONDS = 0.15  # that the longest stream takes, about
-_FEW, _MANY = 1024, 128 * 1024
-_CALLS = 60
+_FEW, _MANY = 1024, 4 * 1024 * 1024  # numbers: of a call alone, and of what no cache holds
 
 
 class _Costs(NamedTuple):
@@ -214,15 +213,15 @@ def _work(comm: Comm, codecs: Sequence[Codec | ErrorFeedback]) -> dict[str, tupl
     device = comm.priced(device_of(x))
 
     def price(name: str, call: Callable[[int], object]) -> None:
-        def seconds(count: int) -> float:
+        def seconds(count: int, calls: int) -> float:
             call(count)
             barrier(comm)
             begin = comm.now()
-            for _ in range(_CALLS):
+            for _ in range(calls):
                 call(count)
-            return float(allreduce(comm, (comm.now() - begin) / _CALLS, op=MEAN))
+            return float(allreduce(comm, (comm.now() - begin) / calls, op=MEAN))
 
-        few, many = seconds(_FEW), seconds(_MANY)
+        few, many = seconds(_FEW, 100), seconds(_MANY, 4)
         number = max(0.0, many - few) / (_MANY - _FEW)
         found[name] = max(0.0, few - number * _FEW), number
 
