@@ -7,9 +7,9 @@ own clock: in a simulated world the numbers come out that went in.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,7 @@ _WORD = 8
 _TRIPS = 3
 _BURST = 24
 _ROUNDS = 5
+_DEAREST = 2e-4  # no message costs a processor more
 _MEETINGS = 30
 _LEAST, _MOST = 256 * 1024, 16 * 1024 * 1024
 _SECONDS = 0.15  # that the longest stream takes, about
@@ -55,6 +56,8 @@ Pairs = Sequence[tuple[int, int]]
 
 def measure(comm: Comm, codecs: Sequence[Codec | ErrorFeedback] = ()) -> Network:
     """See `Network.from_measurement`."""
+    if comm.size < 2:
+        raise ValueError("a network is measured between two ranks or more: start with mpirun -n 2")
     groups: dict[int, list[int]] = {}
     for rank, node in enumerate(comm.nodes):
         groups.setdefault(node, []).append(rank)
@@ -71,9 +74,17 @@ def measure(comm: Comm, codecs: Sequence[Codec | ErrorFeedback] = ()) -> Network
         )
     if len(firsts) > 1:
         network = replace(network, **_costs(comm, _paired(firsts))._asdict())
-    if comm.size > 1:
-        network = replace(network, agree_cost=_agreement(comm, network))
-    return replace(network, work=_work(comm, codecs))
+    network = replace(network, agree_cost=_agreement(comm, network))
+    work = {name: (_short(a), _short(b)) for name, (a, b) in _work(comm, codecs).items()}
+    numbers: dict[str, Any] = {
+        f.name: _short(getattr(network, f.name)) for f in fields(network) if f.type == "float"
+    }
+    return replace(network, **numbers, work=work)
+
+
+def _short(number: float) -> float:
+    """Keep what is known, and what a person can read."""
+    return float(f"{number:.4g}")
 
 
 # ---------------------------------------------------------------------------- messages
@@ -157,7 +168,8 @@ def _costs(comm: Comm, pairs: Pairs) -> _Costs:
     trip = _middle(comm, firsts, _trips(comm, pairs, _TRIPS))
     calls = int(min(15, max(3, _SECONDS / (trip + 1e-9))))
     trip = _middle(comm, firsts, median(_trips(comm, pairs, _TRIPS) for _ in range(calls)))
-    cost = median(_burst(comm, pairs, _BURST, 2 * trip) for _ in range(_ROUNDS)) / _BURST
+    pause = 2 * trip + _BURST * min(trip, _DEAREST)
+    cost = median(_burst(comm, pairs, _BURST, pause) for _ in range(_ROUNDS)) / _BURST
     send_cost, receive_cost = (_middle(comm, side, cost) for side in zip(*pairs, strict=True))
     rate = _bandwidth(comm, pairs)
     latency = max(0.0, trip / 2 - send_cost - receive_cost - _WORD / rate)

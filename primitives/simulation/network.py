@@ -81,7 +81,7 @@ class Network:
         positive = {"bandwidth", "local_bandwidth", "packet", "scale"}
         numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "work"}
         for name, prices in self.work.items():
-            numbers |= {f"work[{name!r}]": price for price in prices}
+            numbers |= {f"work[{name!r}][{place}]": price for place, price in enumerate(prices)}
         for name, value in numbers.items():
             if not isinstance(value, (int, float)) or not (
                 0 < value < math.inf if name in positive else value >= 0
@@ -103,6 +103,44 @@ class Network:
 
     @classmethod
     def from_measurement(cls, comm: Comm, codecs: Sequence[Codec | ErrorFeedback] = ()) -> Network:
+        """Fit a network to the links between the ranks of a Comm; collective, about 2 s.
+
+        Ranks of different nodes, and ranks of one node, work in pairs, all pairs at once, because
+        ranks that wait would take the cores from those that work. Each number is the median over
+        the pairs and over several rounds:
+
+        - send_cost and receive_cost: the processor's time to send 24 words of 8 bytes, and to
+          receive them when they have all arrived, by 24;
+        - bandwidth: (S - S/4) / (T(S) - T(S/4)), T the time in which two ranks send each other S
+          bytes, S what takes about 0.15 s. It is that of payloads, so `overhead` is 0;
+        - latency: half a word's way there and back, less both costs and 8 bytes / bandwidth;
+        - agree_cost: from barriers in a row, each of which takes whole trees;
+        - work: from calls on 1,024 numbers and on more than caches hold, on all ranks at once.
+
+        What is not measured keeps its default: the local values where no node has two ranks. On
+        one node the values between nodes are the local ones. `eager`, `packet` and `down` are not
+        measured, and neither is how TCP fares when buffers of the switch overflow.
+
+        Args:
+            comm: A Comm of two ranks or more, with nothing else under way on the machines.
+            codecs: Whose arithmetic is timed, too; an ErrorFeedback for its codec with feedback.
+
+        Returns:
+            The same on all ranks; numbers have 4 digits, and the repr can be pasted into code.
+
+        Raises:
+            ValueError: There is one rank only.
+
+        Example:
+            >>> import relaxmpi as rx
+            >>> def program():
+            ...     with rx.Comm.world() as comm:
+            ...         return rx.Network.from_measurement(comm)
+            >>> network = rx.Network(latency=1e-3, bandwidth=1e8)
+            >>> found = rx.SimulatedWorld(2, network=network).run(program)[0]
+            >>> found.latency, found.bandwidth
+            (0.001, 100000000.0)
+        """
         from relaxmpi.primitives.simulation.measurement import measure
 
         return measure(comm, codecs)
