@@ -7,12 +7,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from relaxmpi.algorithms.attach_torch import Sync, SyncStats, attach
+    from relaxmpi.algorithms.attach_flags import NonFinite
+    from relaxmpi.algorithms.attach_stats import SyncStats
+    from relaxmpi.algorithms.attach_sync import Sync
+    from relaxmpi.algorithms.attach_torch import attach
     from relaxmpi.algorithms.base import Algorithm, Bound
     from relaxmpi.algorithms.qsgd import QSGD, ByteGrad
     from relaxmpi.algorithms.sgd import SGD
 
-__all__ = ["QSGD", "SGD", "Algorithm", "Bound", "ByteGrad", "Sync", "SyncStats", "attach"]
+__all__ = [
+    "QSGD",
+    "SGD",
+    "Algorithm",
+    "Bound",
+    "ByteGrad",
+    "NonFinite",
+    "Sync",
+    "SyncStats",
+    "attach",
+]
 
 _HOME = {
     "Algorithm": "base",
@@ -20,8 +33,9 @@ _HOME = {
     "ByteGrad": "qsgd",
     "QSGD": "qsgd",
     "SGD": "sgd",
-    "Sync": "attach_torch",
-    "SyncStats": "attach_torch",
+    "NonFinite": "attach_flags",
+    "Sync": "attach_sync",
+    "SyncStats": "attach_stats",
     "attach": "attach_torch",
 }
 

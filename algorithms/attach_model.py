@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
+from relaxmpi.algorithms.attach_flags import NonFinite
 from relaxmpi.algorithms.base import Algorithm
 from relaxmpi.primitives import (
+    MAX,
+    MEAN,
     Bucket,
     Comm,
-    Hierarchy,
     RelaxError,
+    allgather,
+    allreduce,
     barrier,
     broadcast,
     buckets_of,
     primitive,
 )
-from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.work import Flow
 
-__all__ = ["Watch", "attaching", "broadcast_state", "moved"]
+__all__ = [
+    "Watch",
+    "attaching",
+    "average_buffers",
+    "broadcast_rates",
+    "broadcast_state",
+    "check_equal",
+]
+
+_BUCKET = 4 << 20  # bytes sent at a time
 
 
 class _Place(NamedTuple):
@@ -100,7 +112,9 @@ def attaching(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     algorithm: Algorithm,
-    *limits: int,
+    limits: tuple[int, int],
+    overlap: bool,
+    nonfinite: NonFinite,
 ) -> Flow[None]:
     """Agree on model, optimizer and algorithm, or raise on every rank."""
     if not isinstance(algorithm, Algorithm):
@@ -110,6 +124,8 @@ def attaching(
             f"{algorithm.own_rule} has no effect here: the local rule is the optimizer's, so set "
             f"it in {type(optimizer).__name__}"
         )
+    if not isinstance(nonfinite, NonFinite):
+        raise TypeError(f"nonfinite must be NonFinite.PASS, RAISE or SKIP, not {nonfinite!r}")
     if min(limits) < 1:
         raise ValueError(f"buckets need at least one byte, not {min(limits)}")
     watch = Watch(model, optimizer)
@@ -126,7 +142,7 @@ def attaching(
     what = (
         f"model of {len(trained)} trained parameters ({_short(trained, parts)}), "
         f"{type(optimizer).__name__} with {len(state)} tensors of state ({_short(state)}), "
-        f"{algorithm!r}, buckets of {limits}"
+        f"{algorithm!r}, buckets of {limits}, overlap {overlap}, {nonfinite}"
     )
     return barrier.flow(comm, name=what)
 
@@ -157,27 +173,72 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor
                     yield f"{key} of parameter {i} in group {g}", value
 
 
-def moved(comm: Comm) -> Stats:
-    """Return what this rank has sent so far; a Hierarchy sends inside and between nodes."""
-    parts = [comm.local, comm.cross] if isinstance(comm, Hierarchy) else []
-    stats = [comm.stats, *(part.stats for part in parts if part is not None)]
-    return Stats(*map(sum, zip(*map(astuple, stats), strict=True)))
-
-
 def broadcast_state(
-    comm: Comm, model: nn.Module, optimizer: torch.optim.Optimizer, limit: int
+    comm: Comm,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    root: int = 0,
+    buffers: bool = True,
 ) -> None:
-    """Give every rank the parameters, buffers and optimizer state of rank 0."""
-    if comm.size == 1:
-        return
-    named = [*_tensors(model), *_state(optimizer)]
+    """Give every rank the parameters, buffers and optimizer state of rank `root`."""
+    named = [*(_tensors(model) if buffers else model.named_parameters()), *_state(optimizer)]
+    for bucket, tensors, name in _packed(named):
+        broadcast(comm, bucket.flat, root=root, name=name)
+        if comm.rank != root:
+            _unpack(bucket, tensors)
+
+
+def broadcast_rates(comm: Comm, optimizer: torch.optim.Optimizer, root: int) -> None:
+    """Give every rank the learning rates of rank `root`."""
+    groups = optimizer.param_groups
+    rates = np.array([float(group["lr"]) for group in groups])
+    broadcast(comm, rates, root=root, name="learning rates")
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(float(rate))
+        else:
+            group["lr"] = float(rate)
+
+
+def average_buffers(comm: Comm, model: nn.Module) -> None:
+    """See `Sync.average_buffers`."""
+    for bucket, tensors, name in _packed(list(model.named_buffers())):
+        floating = bucket.flat.is_floating_point() or bucket.flat.is_complex()
+        allreduce(comm, bucket.flat, op=MEAN if floating else MAX, name=name)
+        _unpack(bucket, tensors)
+
+
+def check_equal(comm: Comm, model: nn.Module) -> None:
+    """See `Sync.check`."""
+    named = list(model.named_parameters())
+    mine = np.array([_digest(p) for _, p in named], np.int64)
+    all_ = allgather(comm, mine, name="digests of parameters")
+    for i, (name, _) in enumerate(named):
+        others = [r for r in range(comm.size) if all_[r, i] != all_[0, i]]
+        if others:
+            raise RelaxError(
+                f"parameter {name} differs between rank 0 and ranks {others} (of {comm.size})"
+            )
+
+
+def _digest(p: torch.Tensor) -> int:
+    raw = p.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if p.numel() else b""
+    return int.from_bytes(blake2b(raw, digest_size=8).digest(), "little", signed=True)
+
+
+def _packed(
+    named: list[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[Bucket, list[torch.Tensor], str]]:
+    """Copy tensors into buckets of one kind each."""
     sizes = [t.numel() * t.element_size() for _, t in named]
     kinds = [(t.dtype, t.device) for _, t in named]
-    for group in buckets_of(sizes, limit, kinds=kinds):
+    for group in buckets_of(sizes, _BUCKET, kinds=kinds):
         tensors = [named[i][1] for i in group]
-        bucket = Bucket(tensors)
-        broadcast(comm, bucket.flat, name=named[group[0]][0])
-        if comm.rank:
-            with torch.no_grad():
-                for tensor, view in zip(tensors, bucket.views, strict=True):
-                    tensor.copy_(view)
+        yield Bucket(tensors), tensors, named[group[0]][0]
+
+
+def _unpack(bucket: Bucket, tensors: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, view in zip(tensors, bucket.views, strict=True):
+            tensor.copy_(view)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relaxmpi.primitives.codecs import Codec, MinMaxUInt8, OneBit, Quantizer
+from relaxmpi.primitives.codecs import Codec, MinMaxUInt8, OneBit, Quantizer, TopK
 
 COPY = "numpy.copyto"
 
@@ -37,6 +37,8 @@ def cases(count: int) -> dict[str, tuple[float | None, Callable[[], object]]]:
     nearest, from_4bit = encoder(Quantizer(bits=4, stochastic=False))
     stochastic, _ = encoder(Quantizer(bits=4, stochastic=True))
     onebit, from_onebit = encoder(OneBit())
+    topk, from_topk = encoder(TopK(0.01))
+    tenth, from_tenth = encoder(TopK(0.1))
     signs = np.zeros(OneBit().nbytes(count, x.dtype), np.uint8)
     return {
         COPY: (None, lambda: np.copyto(out, x)),
@@ -48,6 +50,10 @@ def cases(count: int) -> dict[str, tuple[float | None, Callable[[], object]]]:
         "OneBit encode": (2.0, onebit),
         "OneBit decode": (1.5, from_onebit),
         "OneBit encode_feedback": (0.4, lambda: OneBit().encode_feedback(x, residual, signs)),
+        "TopK(1 %) encode": (None, topk),
+        "TopK(1 %) decode": (None, from_topk),
+        "TopK(10 %) encode": (None, tenth),
+        "TopK(10 %) decode": (None, from_tenth),
     }
 
 

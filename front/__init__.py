@@ -11,11 +11,13 @@ _HOME = {
     "relaxmpi.primitives": (
         "Comm Hierarchy Work primitive "
         "allreduce reduce_scatter allgather broadcast alltoall barrier SUM MEAN MAX MIN Op "
-        "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit ErrorFeedback Bucket buckets_of "
+        "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit TopK ErrorFeedback Bucket buckets_of "
         "SimulatedWorld Network faults "
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),
-    "relaxmpi.algorithms": "Algorithm Bound SGD QSGD ByteGrad attach Sync SyncStats".split(),
+    "relaxmpi.algorithms": (
+        "Algorithm Bound SGD QSGD ByteGrad attach Sync SyncStats NonFinite"
+    ).split(),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

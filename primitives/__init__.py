@@ -1,7 +1,16 @@
 """The low-level layer: how ranks talk."""
 
 from relaxmpi.primitives.bucket import Bucket, buckets_of
-from relaxmpi.primitives.codecs import Cast, Codec, Identity, Key, MinMaxUInt8, OneBit, Quantizer
+from relaxmpi.primitives.codecs import (
+    Cast,
+    Codec,
+    Identity,
+    Key,
+    MinMaxUInt8,
+    OneBit,
+    Quantizer,
+    TopK,
+)
 from relaxmpi.primitives.comm import Comm
 from relaxmpi.primitives.cpu import Cpu
 from relaxmpi.primitives.devices import register
@@ -57,6 +66,7 @@ __all__ = [
     "Quantizer",
     "RelaxError",
     "SimulatedWorld",
+    "TopK",
     "Work",
     "allgather",
     "allreduce",

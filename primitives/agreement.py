@@ -49,8 +49,13 @@ class Lane:
         self._count = 0
         self._spare: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def post(self, call: Call) -> Flow[None]:
-        """Take part at once; the flow returned completes, or raises, when all ranks have."""
+    def post(self, call: Call, *, first: bool = True) -> Flow[None]:
+        """Take part at once; the flow returned completes, or raises, when all ranks have.
+
+        Args:
+            call: What this rank is about to do.
+            first: Whether the agreement comes before the data, or ends the call.
+        """
         if self._link.size == 1:
             return self._alone(call)
         mine, all_ = self._spare.pop() if self._spare else (np.empty(2, "i8"), np.empty(2, "i8"))
@@ -61,7 +66,7 @@ class Lane:
         mine[0], mine[1] = code, -code
         request = self._link.imax(mine, all_)
         self._stats.header_bytes += 16
-        return self._finish(call, number, request, mine, all_)
+        return self._finish(call, number, request, mine, all_, first)
 
     def _alone(self, call: Call) -> Flow[None]:
         if call.refusal is not None:
@@ -69,17 +74,23 @@ class Lane:
         yield from ()
 
     def _finish(
-        self, call: Call, number: int, request: Request, mine: np.ndarray, all_: np.ndarray
+        self,
+        call: Call,
+        number: int,
+        request: Request,
+        mine: np.ndarray,
+        all_: np.ndarray,
+        first: bool,
     ) -> Flow[None]:
         yield request
         equal = all_[0] == -all_[1]
         self._spare.append((mine, all_))
         if not equal:
-            yield from self._disagree(call, number)
+            yield from self._disagree(call, number, first)
         if call.refusal is not None:
             raise call.agreed_refusal()
 
-    def _disagree(self, call: Call, number: int) -> Flow[NoReturn]:
+    def _disagree(self, call: Call, number: int, first: bool) -> Flow[NoReturn]:
         said = np.frombuffer(str(call).encode()[:_WIDTH].ljust(_WIDTH), "u1").copy()
         heard = np.empty((self._link.size, _WIDTH), "u1")
         yield self._ordered.igather(said, heard)
@@ -90,4 +101,9 @@ class Lane:
             f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
             for text, ranks in sorted(by_text.items(), key=lambda item: item[1])
         )
-        raise MismatchError(f"the ranks disagree in call {number}: {views}; nothing was moved")
+        error = MismatchError(
+            f"the ranks disagree in call {number}: {views}; "
+            + ("nothing was moved" if first else "their numbers are mixed")
+        )
+        error.agreed = first
+        raise error

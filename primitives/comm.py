@@ -47,11 +47,20 @@ class Comm:
         stats: Bytes, messages and seconds waited.
         mark: Told with every call, such as the number of the epoch: ranks that are at different
             places of a program get a MismatchError instead of each other's numbers.
+        rehearsed: Set on all ranks that have agreed on the calls to come and their order: data
+            need not wait for the agreement of each call, which still ends it. Where the ranks
+            differ nevertheless, the Comm breaks and buffers may have been written to.
         steps: How often each named call with a codec has run: the codecs' random numbers depend
             on it, so it is a part of what must be saved and restored.
     """
 
-    def __init__(self, world: World, settings: Settings, queue: Queue | None) -> None:
+    def __init__(
+        self,
+        world: World,
+        settings: Settings,
+        queue: Queue | None = None,
+        beside: Queue | None = None,
+    ) -> None:
         self._world, self.settings = world, settings
         self.rank, self.size, self.nodes = world.rank, world.size, world.nodes
         self.stats = Stats()
@@ -61,7 +70,7 @@ class Comm:
         self._notices = NoticeBoard(
             world, ordered, settings.timeout, settings.warn_after, self.stats
         )
-        self.queue = Queue(self.stats, world) if queue is None else queue
+        self.queue = Queue(self.stats, world, beside) if queue is None else queue
         world.comms.add(self)
         self._started = Lane(started, ordered, self.stats)
         self._inside = Lane(ordered, ordered, self.stats)
@@ -72,6 +81,7 @@ class Comm:
         self.door = Door()
         self.closed = False
         self.mark = ""
+        self.rehearsed = False
 
     @classmethod
     def world(cls, timeout: float | None = None) -> Comm:
@@ -86,7 +96,7 @@ class Comm:
         """
         inside = entered()
         if inside is not None:
-            return cls(inside, Settings.read(timeout=timeout), None)
+            return cls(inside, Settings.read(timeout=timeout))
         from relaxmpi.primitives.start import world
 
         return cls.wrap(world(), timeout)
@@ -96,8 +106,7 @@ class Comm:
         """Return a new Comm of the ranks of an mpi4py communicator, which stays the caller's."""
         from relaxmpi.primitives.start import prepare
 
-        settings = Settings.read(timeout=timeout)
-        return cls(prepare(mpi, settings), settings, None)
+        return cls(*prepare(mpi, Settings.read(timeout=timeout)))
 
     @property
     def mpi(self) -> MPI.Intracomm:
@@ -116,10 +125,14 @@ class Comm:
         part = self._world.split(color, key)
         return None if part is None else Comm(part, self.settings, queue)
 
-    def dup(self) -> Comm:
-        """Return a Comm of the same ranks with a stream of its own."""
+    def dup(self, *, together: bool = False) -> Comm:
+        """Return a Comm of the same ranks with a stream of its own.
+
+        Args:
+            together: Whoever waits for one of the two, or makes progress, moves both.
+        """
         self._meet("dup")
-        return Comm(self._world, self.settings, None)
+        return Comm(self._world, self.settings, None, self.queue if together else None)
 
     def by_node(self) -> Hierarchy:
         """Return a Hierarchy: full precision inside a node, codecs on the link between nodes."""
@@ -173,6 +186,7 @@ class Comm:
         self.closed = True
         if self.queue.broken is None:
             self._world.comms.discard(self)
+            self.queue.close()
             for link in self._links:
                 link.free()
             self._world.free()
@@ -207,11 +221,14 @@ class Comm:
     def submit(self, call: Call, flow: Flow[T]) -> Work[T]:
         """Append a flow to the stream; its agreement is posted now."""
         queue = self.queue
-        if self.closed or queue.broken is not None or running_queue() is queue:
+        if self.closed or queue.broken is not None or queue.inside():
             raise self._unusable(call)
         if self.mark:
             call.what = (*call.what, self.mark)
-        flow = _after(self._started.post(call), flow)
+        if self.rehearsed:
+            flow = _before(self._started.post(call, first=False), flow, call)
+        else:
+            flow = _after(self._started.post(call), flow)
         return queue.submit(flow, call.__str__, self._notices)
 
     def _unusable(self, call: Call) -> RelaxError:
@@ -270,6 +287,14 @@ def _after(agreement: Flow[None], flow: Flow[T]) -> Flow[T]:
         flow.close()
         raise
     return (yield from flow)
+
+
+def _before(agreement: Flow[None], flow: Flow[T], call: Call) -> Flow[T]:
+    if call.refusal is not None:
+        raise call.refusal  # the peers are in the middle of this call
+    result = yield from flow
+    yield from agreement
+    return result
 
 
 def _nothing() -> Flow[None]:

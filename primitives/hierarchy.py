@@ -11,7 +11,7 @@ from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.ops import MEAN, SUM, Op
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.wire import Coded, Wire, chunks
-from relaxmpi.primitives.work import Flow
+from relaxmpi.primitives.work import Flow, Queue
 
 __all__ = ["Hierarchy"]
 
@@ -37,8 +37,8 @@ class Hierarchy(Comm):
         array([1., 1.])
     """
 
-    def __init__(self, comm: Comm) -> None:
-        super().__init__(comm._world, comm.settings, None)
+    def __init__(self, comm: Comm, beside: Queue | None = None) -> None:
+        super().__init__(comm._world, comm.settings, beside=beside)
         sizes = Counter(self.nodes)
         self.shares = min(sizes.values())
         self.local = self._part(self.nodes[self.rank])
@@ -55,10 +55,10 @@ class Hierarchy(Comm):
         """The moves that make up a verb on this Hierarchy."""
         return _ByNode(self)
 
-    def dup(self) -> Hierarchy:
-        """Return a Hierarchy of the same ranks with a stream of its own."""
+    def dup(self, *, together: bool = False) -> Hierarchy:
+        """Return a Hierarchy of the same ranks with a stream of its own; see `Comm.dup`."""
         self._meet("dup")
-        return Hierarchy(self)
+        return Hierarchy(self, self.queue if together else None)
 
     @property
     def layout(self) -> str:

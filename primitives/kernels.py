@@ -20,9 +20,11 @@ from relaxmpi.primitives._draw import random_words
 from relaxmpi.primitives._minmax import dequantise_minmax, quantise_minmax
 from relaxmpi.primitives._quantise import dequantise, quantise, quantise_feedback
 from relaxmpi.primitives._sign import sign, sign_feedback, unsign
+from relaxmpi.primitives._topk import densify, sparsify, sparsify_feedback
 
 __all__ = [
     "accumulate",
+    "densify",
     "dequantise",
     "dequantise_minmax",
     "leave",
@@ -36,6 +38,8 @@ __all__ = [
     "scale",
     "sign",
     "sign_feedback",
+    "sparsify",
+    "sparsify_feedback",
     "unpack",
     "unsign",
     "widen_bf16",

@@ -15,10 +15,11 @@ from relaxmpi.primitives.transport import Request
 __all__ = ["MpiTransport"]
 
 _TAG = 1
-# Measured on 2 and 4 ranks of one host: from here on a scatter-reduce by messages beats
-# Iallreduce. A fixed number, because the two add in different orders and so differ in bits.
-_DIRECT = 256 * 1024
-_PIECE = 1024 * 1024
+# Measured on one host with 2 ranks, and with more: from here on a scatter-reduce by messages beats
+# Iallreduce. Fixed numbers, because the two add in different orders and so differ in bits.
+_DIRECT_OF_TWO = 256 * 1024
+_DIRECT = 2 * 1024 * 1024
+_PIECE = 2048 * 1024
 _MOST_PIECES = 8
 _FLOATS = {"float32", "float64", "complex64", "complex128"}
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
@@ -93,7 +94,8 @@ class MpiTransport:
 
     def sums(self, data: Any, dtype: str, op: Op) -> bool:
         """Whether MPI reduces: on one node, up to the size where direct exchange is faster."""
-        if self._nodes > 1 or data.nbytes >= _DIRECT:
+        direct = _DIRECT_OF_TWO if self._mpi.size == 2 else _DIRECT
+        if self._nodes > 1 or data.nbytes >= direct:
             return False
         return dtype in _INTEGERS or (op.additive and dtype in _FLOATS)
 

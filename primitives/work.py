@@ -54,6 +54,7 @@ class Work(Generic[T]):
         "_seen",
         "_value",
         "call",
+        "ended",
         "patience",
         "posted",
         "seq",
@@ -70,6 +71,7 @@ class Work(Generic[T]):
         self._queue, self._flow, self._request = queue, flow, None
         self._done, self._error, self._seen = False, None, False
         self.call, self.patience = call, patience
+        self.ended = 0.0
         self.seq = patience.begin()
         self.post()
 
@@ -112,23 +114,21 @@ class Work(Generic[T]):
 
     def _advance(self) -> bool:
         """Run the flow until it ends (True) or must wait for its request (False)."""
-        before, _here.queue = running_queue(), self._queue
-        try:
-            while True:
+        while True:
+            failed = None
+            if self._request is not None:
                 try:
-                    if self._request is not None and not self._request.test():
+                    if not self._request.test():
                         return False
-                    failed = None
                 except Exception as error:
                     if not hasattr(error, "Get_error_class"):
                         raise  # a signal handler's: the flow stays as it is
                     failed = error
-                if self._run(failed):
-                    return True
-        finally:
-            _here.queue = before
+            if self._run(failed):
+                return True
 
     def _run(self, failed: Exception | None) -> bool:
+        before, _here.queue = running_queue(), self._queue
         try:
             self._request = next(self._flow) if failed is None else self._flow.throw(failed)
         except StopIteration as stop:
@@ -138,7 +138,10 @@ class Work(Generic[T]):
         else:
             self.post()
             return False
+        finally:
+            _here.queue = before
         self._done = True
+        self.ended = self._queue.now()
         self.patience.end()
         return True
 
@@ -168,16 +171,24 @@ class Patience(Protocol):
 
 
 class Queue:
-    """Flows in start order, one advancing at a time, under one lock."""
+    """Flows in start order, one advancing at a time, under one lock.
 
-    def __init__(self, stats: Stats, world: World) -> None:
+    Args:
+        stats: Where the time spent waiting is counted.
+        world: Whose clock runs.
+        beside: A queue to share the lock with: whoever moves or waits for one moves both.
+    """
+
+    def __init__(self, stats: Stats, world: World, beside: Queue | None = None) -> None:
         self._works: deque[Work[Any]] = deque()
-        self._lock = threading.Lock()
+        self._lock: threading.Lock = threading.Lock() if beside is None else beside._lock
         self._stats, self._world = stats, world
-        self.now = world.now
+        self.now: Callable[[], float] = world.now
         self._watched = 0.0
         self.broken: RelaxError | None = None
         self.filled: threading.Event | None = None
+        self.together: list[Queue] = [] if beside is None else beside.together
+        self.together.append(self)
 
     def __len__(self) -> int:
         return len(self._works)
@@ -201,22 +212,34 @@ class Queue:
         with self._lock:
             self._works.append(work)
             self._advance()
-        if self.filled is not None and not work._done:
-            self.filled.set()
+        if not work._done:
+            for queue in self.together:
+                if queue.filled is not None:
+                    queue.filled.set()
         return work
+
+    def close(self) -> None:
+        """Leave the queues that move together."""
+        with self._lock:
+            if self in self.together:
+                self.together.remove(self)
+
+    def inside(self) -> bool:
+        """Whether this thread is advancing a flow of this queue, or of one that moves with it."""
+        running = running_queue()
+        return running is not None and running.together is self.together
 
     def progress(self) -> None:
         """Advance whatever can move; never blocks on a peer."""
-        if running_queue() is self:
+        if self.inside():
             return
         with self._lock:
-            self._advance()
-            self._watch()
+            self._move()
         self._world.polled()
 
     def wait(self, work: Work[Any], timeout: float | None) -> None:
         """Drive the queue until `work` is done, the time is over or the queue breaks."""
-        if running_queue() is self:
+        if self.inside():
             raise RelaxError(
                 f"{work.call()}: a blocking call inside a primitive would wait for itself; "
                 "write `yield from verb.flow(...)` there"
@@ -224,15 +247,23 @@ class Queue:
         begin = self.now()
         while not work._done:
             with self._lock:
-                self._advance()
-                now = self._watch()
+                waited = self._move() - begin
             if work._done:
                 break
-            waited = now - begin
             if timeout is not None and waited > timeout:
                 raise TimeoutError(f"{work.call()} was not done after {timeout:g} s; still pending")
             self._world.rest(self, waited, timeout)
         self._stats.waited += self.now() - begin
+
+    def _move(self) -> float:
+        for queue in self.together:
+            if queue._works:
+                queue._advance()
+        now = self.now()
+        for queue in self.together:
+            if queue._works and now - queue._watched > _WATCH_EVERY:
+                queue._watch(now)
+        return now
 
     def _advance(self) -> None:
         works = self._works
@@ -259,23 +290,20 @@ class Queue:
         if not isinstance(error, Exception):
             raise error
 
-    def _watch(self) -> float:
-        """Now and then, ask whether the head has waited too long.
+    def _watch(self, now: float) -> None:
+        """Ask whether the head has waited too long.
 
         Only time in which this rank looks counts: a peer must not be blamed for a pause here.
         """
-        now = self.now()
-        if now - self._watched > _WATCH_EVERY and self._works:
-            head = self._works[0]
-            head.waited += min(now - max(self._watched, head.posted), self._world.look)
-            self._watched = now
-            if head.waited > _WORTH_WATCHING:
-                error = head.patience.look(head)
-                if error is not None:
-                    self._works.popleft()._fail(error)
-                    self._world.keep(head)
-                    self._break(error)
-        return now
+        head = self._works[0]
+        head.waited += min(now - max(self._watched, head.posted), self._world.look)
+        self._watched = now
+        if head.waited > _WORTH_WATCHING:
+            error = head.patience.look(head)
+            if error is not None:
+                self._works.popleft()._fail(error)
+                self._world.keep(head)
+                self._break(error)
 
     def _break(self, error: RelaxError) -> None:
         self._world.keep(self._works)

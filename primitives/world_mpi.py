@@ -27,7 +27,7 @@ __all__ = ["MpiWorld", "open_comms"]
 _NOTICE = 2
 
 # Sleeping costs a wake-up per step of a collective; yielding costs nobody who has work to do.
-_SPIN = 1e-2
+_SPIN = 2e-3
 # Where every rank has a core, giving it away while the peer answers only costs.
 _ALONE = 1e-4
 _SLEEP = 2e-3  # of the time waited so far

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundtrip import decoded, encoded, through
 
-from relaxmpi.primitives.codecs import Cast, Identity, Key, MinMaxUInt8, OneBit, Quantizer
+from relaxmpi.primitives.codecs import Cast, Identity, Key, MinMaxUInt8, OneBit, Quantizer, TopK
 
 SIZES = [0, 1, 7, 8, 9, 511, 512, 513, 1000, 1001, 1025]
 QUANTIZERS = [
@@ -16,7 +16,8 @@ QUANTIZERS = [
     for stochastic in (False, True, None)
 ]
 SIGNS = [OneBit(scale, bucket) for scale in ("l1", "l2") for bucket in (2048, 64)]
-ALL = [Identity(), Cast("fp16"), Cast("bf16"), MinMaxUInt8(), *QUANTIZERS, *SIGNS]
+SPARSE = [TopK(0.01), TopK(0.3)]
+ALL = [Identity(), Cast("fp16"), Cast("bf16"), MinMaxUInt8(), *QUANTIZERS, *SIGNS, *SPARSE]
 
 laws = settings(derandomize=True, deadline=None, max_examples=120, database=None)
 arrays = st.builds(
@@ -114,7 +115,7 @@ def test_zeros_stay_zero(codec):  # check 1
         assert not through(codec, -x).any()
 
 
-@pytest.mark.parametrize("codec", [MinMaxUInt8(), *QUANTIZERS, *SIGNS], ids=repr)
+@pytest.mark.parametrize("codec", [MinMaxUInt8(), *QUANTIZERS, *SIGNS, *SPARSE], ids=repr)
 def test_a_zero_among_others_stays_zero_where_it_can(codec):
     x = np.random.default_rng(0).standard_normal(1001).astype(np.float32)
     x[::3] = 0

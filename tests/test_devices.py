@@ -163,7 +163,9 @@ def test_every_verb_equals_the_host(comm, fake, dtype, nodes, monkeypatch):
             both(rx.alltoall, np.arange(n * d).reshape(n, d).astype(dtype))
             if dtype != "i4":
                 both(rx.allreduce, op=rx.MEAN)
-                for codec in (rx.Identity(), rx.Quantizer(bits=4), rx.OneBit(), rx.MinMaxUInt8()):
+                for codec in (
+                    rx.Identity(), rx.Quantizer(bits=4), rx.OneBit(), rx.MinMaxUInt8(), rx.TopK(0.1)
+                ):  # fmt: skip
                     both(rx.allreduce, op=rx.MEAN, codec=codec, step=3)
                     both(rx.allgather, codec=codec, step=3)
     assert fake.orders[::2] == ["enter"] * (len(fake.orders) // 2)

@@ -19,6 +19,7 @@ CODECS = [
     rx.Quantizer(bits=2, norm="l2"),
     rx.OneBit(),
     rx.OneBit(scale="l2", bucket=64),
+    rx.TopK(0.05),
 ]
 codecs = pytest.mark.parametrize("codec", CODECS, ids=str)
 
@@ -115,7 +116,9 @@ def test_feedback_telescopes(comm, codec, op):
 @MANY
 def test_feedback_reaches_the_mean_of_constant_input(comm):
     """bagua check 12: constant x, the running mean of the results converges to the mean."""
-    for codec in (rx.OneBit(), rx.OneBit(scale="l2"), rx.MinMaxUInt8(), rx.Quantizer(bits=2)):
+    for codec in (
+        rx.OneBit(), rx.OneBit(scale="l2"), rx.MinMaxUInt8(), rx.Quantizer(bits=2), rx.TopK(0.1)
+    ):  # fmt: skip
         memory, d = rx.ErrorFeedback(codec), 700
         x = draw(comm.rank, 0, d, "f4")
         mean = rx.allreduce(comm, x.copy(), op=rx.MEAN)
@@ -316,7 +319,7 @@ def test_long_buffers_go_in_pieces(comm, nodes, monkeypatch):
     cut = -(-d // 2)
     with rx.Comm.world() as stream:
         x = draw(comm.rank, 0, d, "f4")
-        for codec in (rx.OneBit(), rx.MinMaxUInt8()):
+        for codec in (rx.OneBit(), rx.MinMaxUInt8(), rx.TopK(0.01)):
             memory = rx.ErrorFeedback(codec)
             for _ in range(2):
                 whole = rx.allreduce(stream, x.copy(), op=rx.MEAN, codec=memory)

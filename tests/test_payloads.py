@@ -7,13 +7,14 @@ import pytest
 from roundtrip import decoded, encoded, through
 
 from relaxmpi.primitives import codecs, kernels, philox
-from relaxmpi.primitives.codecs import Cast, Identity, MinMaxUInt8, OneBit, Quantizer
+from relaxmpi.primitives.codecs import Cast, Identity, MinMaxUInt8, OneBit, Quantizer, TopK
 
 SIZES = [0, 1, 7, 8, 9, 511, 512, 513, 1000, 1001, 1025]
 QUANTIZERS = [Quantizer(bits) for bits in range(2, 9)]
 QUANTIZERS += [Quantizer(3, bucket=8, norm="l2"), Quantizer(4, stochastic=False, seed=1)]
 SIGNS = [OneBit(scale, bucket) for scale in ("l1", "l2") for bucket in (2048, 64)]
-ALL = [Identity(), Cast("fp16"), Cast("bf16"), MinMaxUInt8(), *QUANTIZERS, *SIGNS]
+SPARSE = [TopK(0.01), TopK(0.3)]
+ALL = [Identity(), Cast("fp16"), Cast("bf16"), MinMaxUInt8(), *QUANTIZERS, *SIGNS, *SPARSE]
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 511, 512, 513, 10**6 + 3])
@@ -45,7 +46,9 @@ def test_payload_is_filled_exactly_and_of_any_alignment(codec):
             ).all()
 
 
-@pytest.mark.parametrize("codec", [Identity(), Cast("bf16"), MinMaxUInt8(), OneBit()], ids=repr)
+@pytest.mark.parametrize(
+    "codec", [Identity(), Cast("bf16"), MinMaxUInt8(), OneBit(), TopK(0.1)], ids=repr
+)
 def test_inputs_may_be_read_only(codec):
     x = np.random.default_rng(0).standard_normal(100).astype(np.float32)
     payload, y = encoded(codec, x), through(codec, x)
@@ -68,6 +71,10 @@ def test_inputs_may_be_read_only(codec):
         (lambda: OneBit(scale="max"), '"l1" or "l2"'),
         (lambda: OneBit(bucket=-8), "multiple of 8"),
         (lambda: Cast("fp8"), '"fp16" or "bf16"'),
+        (lambda: TopK(0), "fraction"),
+        (lambda: TopK(1.01), "fraction"),
+        (lambda: TopK(-0.1), "fraction"),
+        (lambda: TopK(float("nan")), "fraction"),
     ],
 )
 def test_wrong_schemes(make, words):
@@ -75,7 +82,9 @@ def test_wrong_schemes(make, words):
         make()
 
 
-@pytest.mark.parametrize("codec", [Identity(), Cast("fp16"), MinMaxUInt8(), Quantizer(4), OneBit()])
+@pytest.mark.parametrize(
+    "codec", [Identity(), Cast("fp16"), MinMaxUInt8(), Quantizer(4), OneBit(), TopK(0.1)]
+)
 def test_wrong_arguments(codec):
     x = np.ones(100, np.float32)
     payload = np.empty(codec.nbytes(100, x.dtype), np.uint8)

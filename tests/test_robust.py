@@ -240,3 +240,83 @@ def test_errors_say_what_to_do(comm, call, words):
     with pytest.raises(TypeError, match=words):
         call(comm)
     assert rx.allreduce(comm, 1) == comm.size
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("codec", [None, rx.Quantizer(bits=4)], ids=str)
+def test_rehearsed_calls_give_the_same_bytes(comm, codec):
+    x = np.random.default_rng(comm.rank).standard_normal(100_001).astype("f4")
+    agreed = rx.allreduce(comm, x, np.empty_like(x), codec=codec, step=1)
+    with comm.dup() as stream:
+        stream.rehearsed = True
+        works = [rx.allreduce.start(stream, x.copy(), codec=codec, step=1) for _ in range(3)]
+        for work in works:
+            np.testing.assert_array_equal(work.wait(), agreed)
+
+
+@MANY
+def test_rehearsed_calls_that_differ_raise_on_all_ranks_and_break_the_comm(comm):
+    stream = comm.dup()
+    stream.rehearsed = True
+    rx.allreduce(stream, np.ones(3), name="first")
+    with pytest.raises(rx.MismatchError, match=r"name 'of 1'.*numbers are mixed"):
+        rx.allreduce(stream, np.ones(3), name=f"of {min(comm.rank, 1)}")
+    with pytest.raises(rx.BrokenComm):
+        rx.allreduce(stream, np.ones(3))
+    assert rx.allreduce(comm, 1) == comm.size
+
+
+@MANY
+def test_a_rehearsed_call_refused_on_one_rank_is_told_to_the_others(comm):
+    stream = comm.dup()
+    stream.rehearsed = True
+    begin = comm.now()
+    expected = TypeError if comm.rank == 0 else rx.PeerTimeout
+    with pytest.raises(expected, match="dtype" if comm.rank == 0 else "rank 0 gave up"):
+        rx.allreduce(stream, np.ones(300_000, "S1" if comm.rank == 0 else "f4"))
+    assert comm.now() - begin < 10
+    assert rx.allreduce(comm, 1) == comm.size
+
+
+@MANY
+def test_streams_together_move_each_other(comm):
+    with comm.dup() as first, first.dup(together=True) as second:
+        a = rx.allreduce.start(first, np.ones(200_000), codec=rx.Quantizer(bits=8))
+        b = rx.allreduce.start(second, np.ones(200_000), codec=rx.Quantizer(bits=8))
+        b.wait()
+        deadline = comm.now() + 10
+        while not a._done and comm.now() < deadline:
+            second.progress()
+        assert a._done
+        rx.barrier(comm)
+        assert (a.wait() == b.wait()).all()
+
+
+@MANY
+def test_a_stream_inside_the_flow_of_one_beside_it_is_refused(comm):
+    @rx.primitive
+    def nested(stream, other, call):
+        def flow():
+            yield from rx.barrier.flow(stream)
+            call(other)
+
+        return flow()
+
+    for call in (rx.barrier, rx.barrier.start, lambda c: next(rx.barrier.flow(c))):
+        first = comm.dup()
+        second = first.dup(together=True)
+        with pytest.raises(rx.RelaxError, match="inside a primitive"):
+            nested(first, second, call)
+        assert rx.allreduce(comm, 1) == comm.size
+
+
+@pytest.mark.ranks(1, 2)
+def test_closed_streams_leave_the_others_alone(comm):
+    with comm.dup() as first:
+        second = first.dup(together=True)
+        first.dup(together=True).close()
+        work = rx.allreduce.start(second, np.ones(5))
+        first.progress()
+        assert (work.wait() == comm.size).all()
+        second.close()
+        assert rx.allreduce(first, 1) == comm.size

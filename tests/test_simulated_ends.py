@@ -40,8 +40,21 @@ def test_a_deadlock_says_who_waits_for_what():
     with pytest.raises(rx.Deadlock) as stuck:
         rx.SimulatedWorld(4).run(program)
     said = str(stuck.value)
-    assert "ranks 0, 1, 3: waits in allreduce sum float64 (5,) name 'loss'" in said
-    assert "rank 2: waits in barrier" in said
+    assert "ranks 0, 1, 3 wait in allreduce sum float64 (5,) name 'loss' for rank 2" in said
+    assert "rank 2 waits in barrier for ranks 0, 1, 3" in said
+
+
+def test_a_deadlock_of_streams_that_move_together():
+    def program():
+        with rx.Comm.world() as one, one.dup(together=True) as two, one.dup() as three:
+            if one.rank == 1:
+                rx.barrier(three)
+            works = [rx.allreduce.start(comm, np.ones(9)) for comm in (one, two)]
+            for work in reversed(works):
+                work.wait()
+
+    with pytest.raises(rx.Deadlock, match=r"ranks 0, 2 wait in allreduce .* for rank 1; rank 1"):
+        rx.SimulatedWorld(3).run(program)
 
 
 def test_a_deadlock_takes_no_virtual_time_of_waiting():
@@ -72,7 +85,7 @@ def test_a_receive_that_nobody_sends_to():
             lonely(comm)
             rx.barrier(comm)
 
-    with pytest.raises(rx.Deadlock, match=r"rank 0: waits in barrier; rank 1: waits in lonely"):
+    with pytest.raises(rx.Deadlock, match=r"barrier for rank 1; rank 1 waits in lonely for rank 0"):
         rx.SimulatedWorld(2).run(program)
 
 
@@ -128,8 +141,9 @@ def test_a_slow_rank_is_a_timeout_as_on_mpi_and_no_deadlock():
 def test_time_in_computation_is_not_held_against_the_peers():
     def program():
         comm = rx.Comm.world(timeout=1)
+        comm.compute(100.5 * comm.rank)
         works = [rx.allreduce.start(comm, np.ones(1000)) for _ in range(3)]
-        comm.compute(100.0)
+        comm.compute(100.5 * (2 - comm.rank) - 0.5 * (comm.rank == 0))
         return [work.wait()[0] for work in works]
 
     assert rx.SimulatedWorld(3).run(program) == [[3.0] * 3] * 3

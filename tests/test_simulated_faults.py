@@ -83,6 +83,7 @@ def worlds(draw, mixes=harmless, most=5):
         seed=draw(st.integers(0, 2**32)),
         ranks_per_node=draw(st.integers(1, 2)),
         jitter=draw(st.sampled_from([0.0, 0.5])),
+        grouped_above=draw(st.sampled_from([64, 1])),
     )
 
 
@@ -114,7 +115,7 @@ def conserved(world):
 
 def several(codec, nodes, overlapped):
     """Several calls, some in flight at once; what this rank holds in the end, as bytes."""
-    with rx.Comm.world() as world, world.dup() as other:
+    with rx.Comm.world() as world, world.dup(together=overlapped) as other:
         comm = world.by_node() if nodes else world
         clock, held, r = Clock(world), [], world.rank
         memory = None if codec is None else rx.ErrorFeedback(codec)
@@ -368,6 +369,36 @@ def test_a_killed_rank_dies_before_its_call():
         assert world.run(program) == ([10, 10] if call == 10 else [None, call])
 
 
+@pytest.mark.parametrize("above", [64, 1])
+def test_messages_are_conserved_at_every_moment(above):
+    hurt = [faults.Kill(2, at=8e-4), faults.SlowDown(1, factor=3.0)]
+    if above > 1:
+        hurt += [faults.Drop(0.02), faults.Duplicate(0.3, later=1e-4), faults.Reorder(0.3)]
+    flying = 0
+
+    def program():
+        nonlocal flying
+        comm = rx.Comm.world(timeout=0.5)
+        works = [rx.allreduce.start(comm, numbers(comm.rank, 3000)) for _ in range(3)]
+        for _ in range(50):
+            comm.compute(2e-5)
+            comm.progress()
+            assert conserved(world)
+            flying += world.counts.in_flight
+        for work in works:
+            try:
+                work.wait()
+            except rx.RelaxError:
+                assert conserved(world)
+
+    for seed in range(5):
+        world = rx.SimulatedWorld(4, faults=hurt, seed=seed, grouped_above=above)
+        world.run(program)
+        assert conserved(world)
+    assert flying > 0
+    assert world.counts.sent > 20
+
+
 # ------------------------------------------------------------------------ single faults
 
 
@@ -409,15 +440,34 @@ def test_what_each_fault_does_to_time_and_counts():
 def test_the_peers_are_not_blamed_for_a_pause_of_this_rank():
     def program():
         with rx.Comm.world(timeout=1) as comm:
-            for _ in range(10):
-                comm.compute(0.01)
-                rx.allreduce(comm, 1)
+            comm.compute(0.2 * comm.rank)  # rank 0 is paused where it waits
+            rx.allreduce(comm, 1)
             return comm.now()
 
-    both = [faults.Pause(0, at=0.05, seconds=99.5), faults.Pause(1, at=0.05, seconds=100.0)]
+    both = [faults.Pause(0, at=0.1, seconds=99.5), faults.Pause(1, at=0.1, seconds=100.0)]
     assert min(rx.SimulatedWorld(2, faults=both).run(program)) > 100
     with pytest.raises(rx.PeerTimeout):
         rx.SimulatedWorld(2, faults=both[1:]).run(program)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_pause_takes_its_time_from_a_computation(background):
+    def program():
+        with rx.Comm.world() as comm:
+            if background:
+                with comm.background():
+                    comm.compute(1.0)
+            else:
+                comm.compute(1.0)
+            return comm.now()
+
+    hurt = [
+        faults.Pause(0, at=0.2, seconds=0.1),
+        faults.Pause(0, at=0.25, seconds=0.1),
+        faults.Pause(0, at=1.1, seconds=5.0),
+        faults.Pause(1, at=1.5, seconds=1.0),
+    ]
+    assert np.allclose(rx.SimulatedWorld(2, faults=hurt).run(program), [6.15, 1.0])
 
 
 def test_a_dropped_message_is_a_timeout_of_the_comm():

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.simulation.fabric import Fabric
-from relaxmpi.primitives.simulation.scheduler import Rank
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.simulation.tree import told
 
-__all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive", "Ticket"]
+__all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive"]
 
 
 class _Done:
@@ -41,19 +41,6 @@ class Truncated(RelaxError):
         return 15
 
 
-class Ticket:
-    """A request of one rank that something completes later."""
-
-    __slots__ = ("done", "rank")
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank, self.done = rank, False
-
-    def test(self) -> bool:
-        """Whether it has completed."""
-        return self.done
-
-
 class Receive(Ticket):
     """A receive: the bytes are put in place when the rank looks.
 
@@ -61,13 +48,14 @@ class Receive(Ticket):
     message after the other; otherwise when the rank looks.
     """
 
-    __slots__ = ("_data", "_fabric", "_finish", "_parcel", "extra")
+    __slots__ = ("_data", "_fabric", "_finish", "_parcel", "extra", "source")
 
     def __init__(self, rank: Rank, data: Any, fabric: Fabric) -> None:
         super().__init__(rank)
         self._data, self._fabric = data, fabric
         self._parcel: Parcel | None = None
         self._finish = self.extra = 0.0
+        self.source: Rank | None = None
 
     def fill(self, time: float, parcel: Parcel, spread: float = 0.0) -> None:
         """The bytes have arrived, the first piece `spread` seconds before the last."""
@@ -79,6 +67,10 @@ class Receive(Ticket):
             begin = max(time - spread, rank.busy, rank.clock, rank.held)
             time = self._finish = rank.busy = max(begin + cost, time + cost / parcel.pieces)
         fabric.scheduler.completed(rank, self, time)
+
+    def missing(self) -> list[int]:
+        """The rank that has not sent."""
+        return [] if self.source is None else [self.source.index]
 
     def _cost(self, parcel: Parcel, time: float) -> float:
         fabric = self._fabric
@@ -159,6 +151,7 @@ class Pipe:
 
     def receive(self, request: Receive, time: float) -> None:
         """Take the next message, now or when it comes."""
+        request.source = self._src
         if self._arrived:
             self._match(time, request, self._arrived.popleft())
         else:
@@ -204,24 +197,38 @@ class Pipe:
 class Meeting:
     """One occasion to which every rank of a channel brings something."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: tuple[Rank, ...]) -> None:
+        self._members = members
         self.brought: dict[int, Any] = {}
         self.tickets: list[Ticket] = []
         self.came: list[tuple[int, float]] = []  # who brought a ticket, and when
         self.answer: Any = None
         self.time = 0.0
 
+    def missing(self) -> list[int]:
+        """The ranks that have not come yet."""
+        return [m.index for r, m in enumerate(self._members) if r not in self.brought]
+
 
 class Channel:
     """The state that the ranks' links of one number share."""
 
-    def __init__(self, fabric: Fabric, members: tuple[Rank, ...]) -> None:
+    def __init__(
+        self, fabric: Fabric, members: tuple[Rank, ...], forget: Callable[[], object]
+    ) -> None:
         self.fabric, self.members = fabric, members
         self._places = [fabric.nodes[rank.index] for rank in members]
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in members]
-        self.freed = 0
+        self._freed = 0
+        self._forget = forget
         self._pipes: dict[tuple[int, int, bool], Pipe] = {}
         self._meetings: dict[tuple[str, int], Meeting] = {}
+
+    def free(self) -> None:
+        """Count a rank that has given its end back; after the last one nothing is kept."""
+        self._freed += 1
+        if self._freed == len(self.members):
+            self._forget()
 
     def pipe(self, source: int, dest: int, tree: bool = False) -> Pipe:
         """Return the messages from one member to another: of primitives, or of broadcasts."""
@@ -245,7 +252,7 @@ class Channel:
         """Bring something to a meeting; the last rank to come closes it."""
         meeting = self._meetings.get((kind, number))
         if meeting is None:
-            meeting = self._meetings[kind, number] = Meeting()
+            meeting = self._meetings[kind, number] = Meeting(self.members)
         meeting.brought[me] = what
         meeting.tickets.append(ticket)
         meeting.came.append((me, self.members[me].clock))

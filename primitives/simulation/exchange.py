@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from relaxmpi.primitives.simulation.channel import Channel, Meeting, Parcel, Ticket
-
-if TYPE_CHECKING:
-    from relaxmpi.primitives.simulation.scheduler import Rank
+from relaxmpi.primitives.simulation.channel import Channel, Meeting, Parcel
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 
 __all__ = ["Exchange"]
 
@@ -65,6 +63,10 @@ class Exchange(Ticket):
             self.rank.clock += self._tail
             self._tail = 0.0
         return self.done
+
+    def missing(self) -> list[int]:
+        """The ranks that have not handed in."""
+        return [] if self._meeting is None else self._meeting.missing()
 
     def take(self, source: int) -> Any:
         """Return what a rank has sent here: not a copy, and read by others, too, in a gather."""

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from relaxmpi.primitives.simulation.faults import Fates
 from relaxmpi.primitives.simulation.network import Network
-from relaxmpi.primitives.simulation.scheduler import Rank, Scheduler
+from relaxmpi.primitives.simulation.rank import Rank
+from relaxmpi.primitives.simulation.scheduler import Scheduler
 
 __all__ = ["Counts", "Fabric", "Flight"]
 

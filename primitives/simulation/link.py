@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relaxmpi.primitives.simulation.channel import DONE, Channel, Meeting, Never, Ticket
+from relaxmpi.primitives.simulation.channel import DONE, Channel, Meeting, Never
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.simulation.transport import SimulatedTransport
 from relaxmpi.primitives.transport import Request
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.settings import Settings
-    from relaxmpi.primitives.simulation.scheduler import Rank
     from relaxmpi.primitives.simulation.world import RankWorld
     from relaxmpi.primitives.stats import Stats
 
@@ -41,6 +41,10 @@ class _Told(Ticket):
             self._all[:] = self._meeting.answer
             self._meeting = None
         return self.done
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come."""
+        return [] if self._meeting is None else self._meeting.missing()
 
 
 class SimulatedLink:
@@ -115,3 +119,4 @@ class SimulatedLink:
         """See `Link`."""
         self._me.unheard -= len(self._channel.notices[self.rank])
         self._channel.notices[self.rank].clear()
+        self._channel.free()

@@ -2,58 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from relaxmpi.primitives.codecs import Codec
+from relaxmpi.primitives.simulation.network import Network
 
-__all__ = ["CODEC", "DEVICE", "Priced", "prices_of"]
+__all__ = ["priced"]
+
+T = TypeVar("T")
 
 # What is counted, by the place of the argument whose numbers it works on.
-CODEC = {"encode": 0, "encode_feedback": 0, "decode": 1, "decode_add": 1}
-DEVICE = {"reduce": 1, "copy": 0, "divide": 0}
+_CODEC = {"encode": 0, "encode_feedback": 0, "decode": 1, "decode_add": 1}
+_DEVICE = {"reduce": 1, "copy": 0, "divide": 0}
 
 
-def prices_of(work: Mapping[str, tuple[float, float]], thing: Any) -> dict[str, Any]:
-    """Return the prices of what `thing` does, by method.
-
-    Example:
-        >>> from relaxmpi import OneBit
-        >>> prices_of({f"{OneBit()}.encode": (1e-6, 1e-9), "reduce": (0.0, 1e-9)}, OneBit())
-        {'encode': (1e-06, 1e-09)}
-    """
-    start = f"{thing.describe()}." if isinstance(thing, Codec) else ""
-    methods = CODEC if start else DEVICE
-    return {name: work[start + name] for name in methods if start + name in work}
-
-
-class Priced:
-    """A codec or a device that lets its rank's clock advance with its work.
+def priced(thing: T, network: Network, charge: Callable[[float], None]) -> T:
+    """Return what does the same as a codec or a device, and charges what the network says.
 
     Args:
-        thing: What does the work.
-        prices: For a method's name, seconds a call and seconds a number.
-        charge: Told the seconds a call and the seconds a number times how many there were.
-    """
+        thing: The codec or device.
+        network: Its `work` says what costs how much.
+        charge: Told the seconds after each call.
 
+    Example:
+        >>> import numpy as np, relaxmpi as rx
+        >>> network = rx.Network(work={f"{rx.OneBit()}.encode": (1e-6, 1e-9)})
+        >>> codec = priced(rx.OneBit(), network, print)
+        >>> codec.encode(np.zeros(5000, np.float32), np.empty(5000, np.uint8))
+        6e-06
+    """
+    if not network.work:
+        return thing
+    start = f"{thing.describe()}." if isinstance(thing, Codec) else ""
+    methods = _CODEC if start else _DEVICE
+    prices = {name: network.work[start + name] for name in methods if start + name in network.work}
+    return cast("T", _Priced(thing, prices, network.scale, charge)) if prices else thing
+
+
+class _Priced:
     def __init__(
         self,
         thing: Any,
-        prices: Mapping[str, tuple[float, float]],
-        charge: Callable[[float, float], None],
+        prices: dict[str, tuple[float, float]],
+        scale: float,
+        charge: Callable[[float], None],
     ) -> None:
-        self._thing, self._prices, self._charge = thing, prices, charge
+        self._thing, self._prices, self._scale, self._charge = thing, prices, scale, charge
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._thing, name)
         price = self._prices.get(name)
         if price is None:
             return found
-        place = (CODEC | DEVICE)[name]
+        place = (_CODEC | _DEVICE)[name]
 
         def work(*args: Any, **others: Any) -> Any:
             result = found(*args, **others)
-            self._charge(price[0], price[1] * len(args[place]))
+            self._charge(price[0] + price[1] * len(args[place]) * self._scale)
             return result
 
         return work

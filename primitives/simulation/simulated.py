@@ -10,7 +10,8 @@ from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.simulation.fabric import Counts, Fabric
 from relaxmpi.primitives.simulation.faults import Fates, Fault, Kill, Pause
 from relaxmpi.primitives.simulation.network import Network
-from relaxmpi.primitives.simulation.scheduler import Rank, Scheduler
+from relaxmpi.primitives.simulation.rank import Rank
+from relaxmpi.primitives.simulation.scheduler import Scheduler
 from relaxmpi.primitives.simulation.world import Group, Life, RankWorld
 from relaxmpi.primitives.world import enter
 
@@ -22,12 +23,12 @@ class SimulatedWorld:
 
     `run(fn)` calls `fn` once a rank, as `mpirun` would; inside, `Comm.world()` is that rank's,
     and Comms, verbs, primitives, algorithms and `attach` are those that run on MPI. Ranks are
-    threads of which one runs at a time: the one with the smallest clock, ties by the seed. Their
-    own Python code takes no virtual time. Time passes in `comm.compute(seconds)`, in waiting for
-    messages, by what messages cost a processor (see `Network`), and by a microsecond in each
-    look with `work.test()` or `comm.progress()` (more after a thousand looks in vain, in the
-    end a thousandth of the time looked). The same seed gives the same bytes and the same times
-    on every machine; other seeds give other interleavings.
+    threads of which one runs at a time: the one with the smallest clock, ties by the seed. Time
+    passes in `comm.compute(seconds)`, in waiting for messages, by what messages cost a processor
+    (see `Network`), and by a microsecond in each look with `work.test()` or `comm.progress()`
+    (more after a thousand looks in vain, in the end a thousandth of the time looked). What
+    Python code, sums and codecs take is not in it: say so with `compute`. The same seed gives
+    the same bytes and the same times on every machine; other seeds give other interleavings.
 
     Laws, besides those of the verbs: clocks never run backwards; a message arrives no earlier
     than latency + size / bandwidth; links are never used beyond their rate; sent + duplicated =

@@ -14,15 +14,14 @@ from relaxmpi.primitives.simulation.channel import (
     Never,
     Parcel,
     Receive,
-    Ticket,
 )
 from relaxmpi.primitives.simulation.exchange import Exchange
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.transport import Every, Request
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.simulation.fabric import Fabric
-    from relaxmpi.primitives.simulation.scheduler import Rank
     from relaxmpi.primitives.simulation.world import RankWorld
     from relaxmpi.primitives.stats import Stats
 
@@ -31,6 +30,7 @@ __all__ = ["SimulatedTransport"]
 # As over MPI: in so many pieces a long reduction goes between nodes.
 _PIECE = 1024 * 1024
 _MOST_PIECES = 8
+_SEGMENT = 32 * 1024
 
 
 class SimulatedTransport:
@@ -44,7 +44,7 @@ class SimulatedTransport:
         self._network, self._fabric = channel.fabric.network, channel.fabric
         self._nodes, self._exchanges = nodes, 0
         longest = settings.max_message
-        self._piece = min(settings.segment, longest) if nodes > 1 else longest
+        self._piece = min(settings.segment or _SEGMENT, longest) if nodes > 1 else longest
 
     def parcel(self, data: Any) -> Parcel:
         """Make a message of the bytes of `data`, and count it."""

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableSet
+from math import inf
 from threading import current_thread
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from relaxmpi.primitives.errors import PeerTimeout, RelaxError
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
-from relaxmpi.primitives.simulation.channel import Channel, Ticket
+from relaxmpi.primitives.simulation.channel import Channel
 from relaxmpi.primitives.simulation.faults import draw
 from relaxmpi.primitives.simulation.grouped import GroupedSchedule
 from relaxmpi.primitives.simulation.link import SimulatedLink
-from relaxmpi.primitives.simulation.priced import Priced, prices_of
+from relaxmpi.primitives.simulation.priced import priced
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.transport import Every
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.simulation.fabric import Fabric
-    from relaxmpi.primitives.simulation.scheduler import Rank
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["RankWorld"]
@@ -74,7 +75,9 @@ class Group:
         """Return the channel that the ranks' links of this number share."""
         found = self._channels.get(number)
         if found is None:
-            found = self._channels[number] = Channel(self.fabric, self.members)
+            found = self._channels[number] = Channel(
+                self.fabric, self.members, lambda: self._channels.pop(number)
+            )
         return found
 
     def part(self, number: int, color: int, members: tuple[Rank, ...]) -> Group:
@@ -137,7 +140,7 @@ class RankWorld:
         self._here()
         end = me.clock + Settings.read().timeout
         while not ticket.done:
-            me.resting, me.awaits, me.queue = True, ticket, None
+            me.resting, me.awaits, me.queue = True, [ticket], None
             scheduler.sleep(me, end, hopeful=False)
             if me.clock >= end:
                 raise PeerTimeout(f"not all {self.size} ranks took part in split()")
@@ -167,7 +170,7 @@ class RankWorld:
 
     def compute(self, seconds: float) -> None:
         """See `World`: the clock advances; messages that need this rank wait."""
-        if not 0 <= seconds < float("inf"):
+        if not 0 <= seconds < inf:
             raise ValueError(f"a computation takes zero or more seconds, not {seconds!r}")
         me, life = self.me, self._life
         self._here()
@@ -176,13 +179,16 @@ class RankWorld:
         if life.backgrounds:
             self._compute_and_progress(end)
             return
-        me.inside = False
+        me.inside, lost = False, me.lost
         self._scheduler.sleep(me, end)
+        while me.lost > lost:  # a pause in the middle
+            end, lost = end + me.lost - lost, me.lost
+            self._scheduler.sleep(me, end)
         me.inside = True
 
     def _compute_and_progress(self, end: float) -> None:
         me, life = self.me, self._life
-        me.stolen = 0.0
+        me.stolen, lost = 0.0, me.lost
         while True:
             before, life.busy = me.clock, True
             try:
@@ -191,24 +197,17 @@ class RankWorld:
             finally:
                 life.busy = False
             # What messages cost the processor is taken from the computation.
-            end += me.clock - before + me.stolen
-            me.stolen = 0.0
+            end += me.clock - before + me.stolen + me.lost - lost
+            me.stolen, lost = 0.0, me.lost
             if me.clock >= end:
                 return
-            me.resting, me.awaits, me.queue = True, None, None
+            me.resting, me.awaits, me.queue = True, [], None
             self._scheduler.sleep(me, end)
 
     def priced(self, thing: T) -> T:
         """See `World`: what the network's `work` says."""
-        network = self._fabric.network
-        prices = prices_of(network.work, thing) if network.work else {}
-        if not prices:
-            return thing
-
-        def charge(call: float, numbers: float) -> None:
-            self._fabric.cost(self.me, call + numbers * network.scale)
-
-        return cast("T", Priced(thing, prices, charge))
+        fabric, me = self._fabric, self.me
+        return priced(thing, fabric.network, lambda seconds: fabric.cost(me, seconds))
 
     def polled(self) -> None:
         """See `World`: a look takes a microsecond, so that loops around `test()` advance."""
@@ -226,24 +225,30 @@ class RankWorld:
         return _LOOK + self._life.rested
 
     def rest(self, queue: Queue, waited: float, timeout: float | None) -> None:
-        """See `World`: sleep until the head can have moved, or wants to be looked after."""
+        """See `World`: sleep until a head can have moved, or wants to be looked after."""
         self._here()
-        me, head = self.me, queue.head()
+        me = self.me
         begin, lost = me.clock, me.lost
-        hopeful = begin + timeout - waited + _POLL if timeout is not None else float("inf")
-        if me.unheard and (me.news or head.waited < _WORTH):
-            hopeful = min(hopeful, begin + max(_WORTH - head.waited, 0.0) + _EVERY)
-        awaits = head.request
-        while isinstance(awaits, Every):
-            awaits = awaits.first()
-        if isinstance(awaits, Ticket) and awaits.done:
-            return  # by what this call has just caught up with: nobody would wake this rank
-        if not isinstance(awaits, Ticket):  # somebody else's kind of request: look again
-            step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
-            me.spun += step
-            hopeful = min(hopeful, begin + step)
-        patient = begin + max(head.patience.due(head) - head.waited, 0.0) + _EVERY
-        me.resting, me.awaits, me.queue = True, awaits, queue
+        hopeful = begin + timeout - waited + _POLL if timeout is not None else inf
+        patient, tickets = inf, []
+        beside = [other for other in queue.together if other is not queue and not other.idle]
+        for head in (moving.head() for moving in (queue, *beside)):
+            if me.unheard and (me.news or head.waited < _WORTH):
+                hopeful = min(hopeful, begin + max(_WORTH - head.waited, 0.0) + _EVERY)
+            awaits = head.request
+            while isinstance(awaits, Every):
+                awaits = awaits.first()
+            if isinstance(awaits, Ticket):
+                if awaits.done:
+                    return  # by what this call has caught up with: nobody would wake this rank
+                tickets.append(awaits)
+            else:  # somebody else's kind of request: look again
+                step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
+                me.spun += step
+                hopeful = min(hopeful, begin + step)
+            due = max(head.patience.due(head) - head.waited, 0.0)
+            patient = min(patient, begin + due + _EVERY)
+        me.resting, me.awaits, me.queue = True, tickets, queue
         self._scheduler.sleep(me, min(hopeful, patient), hopeful=hopeful <= patient)
         self._life.rested = max(0.0, me.clock - begin - (me.lost - lost))
 
