@@ -10,10 +10,12 @@ anything. Needs root, as the lab does.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ import numpy as np
 import relaxmpi as rx
 
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24}
-HOSTS, LATENCIES, BANDWIDTHS = "2,4", "0.1ms,5ms", "100Mbit,1Gbit"
+MARKS = "<!-- results -->", "<!-- end of results -->"
 BUDGET = 1.5  # seconds for each case, about
 CALLS = (5, 25)
 
@@ -54,11 +56,10 @@ def codecs() -> dict[str, Any]:
 
 
 def once(comm: rx.Comm, x: np.ndarray, codec: Any) -> float:
-    """Seconds that this rank is in one call, in place on a copy."""
-    y = x.copy()
+    """Seconds that this rank is in one call, in place, as on a gradient in every step."""
     rx.barrier(comm)
     begin = comm.now()
-    rx.allreduce(comm, y, op=rx.MEAN, codec=codec)
+    rx.allreduce(comm, x, op=rx.MEAN, codec=codec)
     return comm.now() - begin
 
 
@@ -99,8 +100,19 @@ def predict(network: rx.Network, ranks: int, sizes: Sequence[int]) -> dict[str, 
     return result
 
 
-def in_lab(hosts: int, latency: str, bandwidth: str) -> tuple[rx.Network, dict[str, list[float]]]:
-    """Run this file on emulated hosts; say how busy the switch was, which bounds what they can."""
+class Result(NamedTuple):
+    """One network: what was fitted, how busy the lab's switch was, and the cases."""
+
+    hosts: int
+    latency: str
+    bandwidth: str
+    network: rx.Network
+    switch: float
+    cases: list[Case]
+
+
+def in_lab(hosts: int, latency: str, bandwidth: str) -> Result:
+    """Run this file on emulated hosts, then predict what it has measured."""
     from relaxmpi.lab import Lab
     from relaxmpi.units import parse_duration, parse_rate
 
@@ -109,22 +121,20 @@ def in_lab(hosts: int, latency: str, bandwidth: str) -> tuple[rx.Network, dict[s
         with Lab(
             hosts=hosts, latency=parse_duration(latency), bandwidth=parse_rate(bandwidth)
         ) as lab:
+            begin = time.monotonic()
             status = lab.run(["python", __file__, "--measure", str(out)], timeout=120)
+            switch = lab.switch_seconds / (time.monotonic() - begin)
         if status:
             raise SystemExit(f"the job on {hosts} hosts ended with status {status}")
         answer = json.loads(out.read_text())
-    return rx.Network(**answer["network"]), answer["seconds"]
-
-
-def cases(hosts: int, latency: str, bandwidth: str) -> tuple[rx.Network, list[Case]]:
-    """Measure and predict on one network."""
-    network, measured = in_lab(hosts, latency, bandwidth)
+    network, measured = rx.Network(**answer["network"]), answer["seconds"]
     predicted = predict(network, hosts, list(SIZES.values()))
-    return network, [
+    cases = [
         Case(hosts, latency, bandwidth, what, size, predicted[what][k], measured[what][k])
         for what in measured
         for k, size in enumerate(SIZES)
     ]
+    return Result(hosts, latency, bandwidth, network, switch, cases)
 
 
 def summary(found: Sequence[Case]) -> str:
@@ -152,13 +162,59 @@ def table(found: Sequence[Case]) -> str:
     return "\n".join(lines)
 
 
+def fits(results: Sequence[Result]) -> str:
+    """Return what was fitted, in Markdown."""
+    lines = [
+        "| hosts | one way | link | latency, ms | Mbit/s | send, us | receive | agree | switch |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for r in results:
+        net = r.network
+        costs = " | ".join(
+            f"{1e6 * cost:.0f}" for cost in (net.send_cost, net.receive_cost, net.agree_cost)
+        )
+        lines.append(
+            f"| {r.hosts} | {r.latency} | {r.bandwidth} | {net.latency * 1e3:.3f} | "
+            f"{net.bandwidth * 8e-6:.1f} | {costs} | {r.switch:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def page(text: str, results: Sequence[Result]) -> str:
+    """Return the text of docs/prediction.md with these results between its marks."""
+    found = [case for r in results for case in r.cases]
+    before, _, rest = text.partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2]
+    parts = [MARKS[0], summary(found), table(found), fits(results), MARKS[1]]
+    return before + "\n\n".join(parts) + after
+
+
+def load(file: Path | None) -> dict[str, Result]:
+    """Return the results of earlier runs, by network."""
+    if file is None or not file.exists():
+        return {}
+    kept = {}
+    for key, (*where, network, switch, cases) in json.loads(file.read_text()).items():
+        kept[key] = Result(*where, rx.Network(**network), switch, [Case(*c) for c in cases])
+    return kept
+
+
+def save(file: Path, results: dict[str, Result]) -> None:
+    data = {key: [*r[:3], vars(r.network), r.switch, r.cases] for key, r in results.items()}
+    file.write_text(json.dumps(data, indent=1))
+
+
+def parts(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--hosts", default=HOSTS)
-    parser.add_argument("--latencies", default=LATENCIES, help="one way")
-    parser.add_argument("--bandwidths", default=BANDWIDTHS)
-    parser.add_argument("--json", type=Path, help="collect results here, by network")
-    parser.add_argument("--out", type=Path, help="put the table in place of this file's")
+    parser.add_argument("--hosts", default="2,4", help="'' measures nothing")
+    parser.add_argument("--latencies", default="0.1ms,5ms", help="one way")
+    parser.add_argument("--bandwidths", default="100Mbit,1Gbit")
+    parser.add_argument("--json", type=Path, help="keep results here, beside those of other runs")
+    parser.add_argument("--out", type=Path, help="put the tables between the marks of this file")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)  # on the hosts
     given = parser.parse_args()
     if given.measure:
@@ -168,15 +224,19 @@ def main() -> int:
                 answer = {"network": vars(network), "seconds": seconds}
                 given.measure.write_text(json.dumps(answer))
         return 0
-    found: list[Case] = []
-    for hosts in map(int, given.hosts.split(",")):
-        for bandwidth in given.bandwidths.split(","):
-            for latency in given.latencies.split(","):
-                network, here = cases(hosts, latency, bandwidth)
-                print(f"{hosts} hosts, {latency}, {bandwidth}: {network}\n{table(here)}\n")
-                sys.stdout.flush()
-                found += here
-    print(summary(found))
+    results = load(given.json)
+    for hosts, bandwidth, latency in itertools.product(
+        map(int, parts(given.hosts)), parts(given.bandwidths), parts(given.latencies)
+    ):
+        result = in_lab(hosts, latency, bandwidth)
+        results[f"{hosts} {bandwidth} {latency}"] = result
+        print(f"{result.network}\n{table(result.cases)}\nswitch {result.switch:.0%}\n", flush=True)
+        if given.json:
+            save(given.json, results)
+    ordered = [results[key] for key in sorted(results)]
+    print(summary([case for r in ordered for case in r.cases]))
+    if given.out:
+        given.out.write_text(page(given.out.read_text(), ordered))
     return 0
 
 

@@ -218,6 +218,23 @@ def test_the_table_and_its_summary(prediction):
     )
 
 
+def test_results_of_several_runs_make_one_page(prediction, tmp_path):
+    case = prediction.Case(2, "5ms", "1Gbit", "fp32", "64 KiB", 0.011, 0.010)
+    result = prediction.Result(2, "5ms", "1Gbit", NETWORKS[0], 0.25, [case])
+    file = tmp_path / "results.json"
+    assert prediction.load(file) == {}
+    prediction.save(file, {"a": result})
+    kept = prediction.load(file)["a"]
+    assert kept.cases == [case]
+    assert {k: tuple(v) for k, v in kept.network.work.items()} == WORK
+    text = prediction.page("before\n<!-- results -->\nold\n<!-- end of results -->\nafter", [kept])
+    assert text.startswith("before\n<!-- results -->\n\nMedian error 10.0%; 1 of 1 within 20 %")
+    assert "| 2 | 5ms | 1Gbit | 0.020 | 1000.0 | 7 | 4 | 9 | 25% |" in text
+    assert text.endswith("<!-- end of results -->\nafter")
+    assert "old" not in text
+    assert prediction.page(text, [kept]) == text
+
+
 # -------------------------------------------------------------------------- the doctor
 
 

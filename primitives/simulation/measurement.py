@@ -104,16 +104,16 @@ def _partner(comm: Comm, pairs: Pairs) -> tuple[int | None, bool]:
 
 
 @primitive
-def _trips(comm: Comm, pairs: Pairs, times: int) -> Flow[float]:
-    """Return the median seconds of a word's way there and back, as the first ranks see it."""
-    transport, word = _host(comm), np.zeros(_WORD, np.uint8)
+def _trips(comm: Comm, pairs: Pairs, size: int) -> Flow[float]:
+    """Return the seconds of so many bytes' way there and back, as the first ranks see it."""
+    transport, word = _host(comm), np.zeros(size, np.uint8)
     there, first = _partner(comm, pairs)
 
     def flow() -> Flow[float]:
         seconds: list[float] = []
         if there is None:
             return 0.0
-        for _ in range(times):
+        for _ in range(_TRIPS):
             begin = comm.now()
             if first:
                 yield transport.isend(word, there)
@@ -165,15 +165,22 @@ def _exchange(comm: Comm, pairs: Pairs, size: int) -> Flow[float]:
 def _costs(comm: Comm, pairs: Pairs) -> _Costs:
     firsts = [pair[0] for pair in pairs]
     # Few in each call: the longer a call has waited, the less often a rank looks.
-    trip = _middle(comm, firsts, _trips(comm, pairs, _TRIPS))
-    calls = int(min(15, max(3, _SECONDS / (trip + 1e-9))))
-    trip = _middle(comm, firsts, median(_trips(comm, pairs, _TRIPS) for _ in range(calls)))
+    calls = int(min(15, max(3, _SECONDS / (_middle(comm, firsts, _trips(comm, pairs, 1)) + 1e-9))))
+
+    def trips(size: int) -> float:
+        return _middle(comm, firsts, median(_trips(comm, pairs, size) for _ in range(calls)))
+
+    trip = trips(_WORD)
     pause = 2 * trip + _BURST * min(trip, _DEAREST)
     cost = median(_burst(comm, pairs, _BURST, pause) for _ in range(_ROUNDS)) / _BURST
     send_cost, receive_cost = (_middle(comm, side, cost) for side in zip(*pairs, strict=True))
     rate = _bandwidth(comm, pairs)
     latency = max(0.0, trip / 2 - send_cost - receive_cost - _WORD / rate)
-    return _Costs(latency, rate, send_cost, receive_cost)
+    # A full message takes the processors longer than a word, besides its way along the wire.
+    full = comm.settings.segment
+    copies = trips(full) / 2 - latency - send_cost - receive_cost - full / rate
+    copies = max(0.0, copies) / 2 if len(set(comm.nodes)) > 1 else 0.0
+    return _Costs(latency, rate, send_cost + copies, receive_cost + copies)
 
 
 def _bandwidth(comm: Comm, pairs: Pairs) -> float:

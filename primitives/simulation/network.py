@@ -110,7 +110,9 @@ class Network:
         the pairs and over several rounds:
 
         - send_cost and receive_cost: the processor's time to send 24 words of 8 bytes, and to
-          receive them when they have all arrived, by 24;
+          receive them when they have all arrived, by 24; and, half each, what a full message of
+          `RELAXMPI_SEGMENT` bytes takes longer on its way than a word, less its bytes /
+          bandwidth;
         - bandwidth: (S - S/4) / (T(S) - T(S/4)), T the time in which two ranks send each other S
           bytes, S what takes about 0.15 s. It is that of payloads, so `overhead` is 0;
         - latency: half a word's way there and back, less both costs and 8 bytes / bandwidth;
