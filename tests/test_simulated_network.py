@@ -1,5 +1,6 @@
 """What simulated messages cost: latency, rates, queues, rendezvous, and many as one event."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -95,7 +96,8 @@ def test_processors_and_packets_cost():
     sent, received = times({(0, 1): 1000}, 2, network)
     assert np.isclose(sent, 0.02)
     assert np.isclose(received, 0.1 + 0.001 + 0.02 + 0.03)
-    # In segments of 32 KiB, as over MPI, each a message.
+    # In segments, as over MPI, each a message.
+    network = replace(network, segment=32 * 1024)
     sent, received = times({(0, 1): 100 * 1024}, 2, network)
     assert np.isclose(sent, 4 * 0.02)
     full = rx.Network(latency=0.1, bandwidth=1e6, packet=1000, overhead=100, **FREE)
@@ -143,7 +145,7 @@ def overlap(network, background, monkeypatch=None):
 
 
 def test_eager_bytes_travel_during_computation_and_others_wait_for_a_call():
-    eager = rx.Network(latency=1e-3, bandwidth=1e6, eager=64 * 1024, **FREE)
+    eager = rx.Network(latency=1e-3, bandwidth=1e6, **FREE)
     waits = rx.Network(latency=1e-3, bandwidth=1e6, eager=1000, **FREE)
     assert 2.0 < overlap(eager, False) < 2.02
     assert 2.0 < overlap(eager, True) < 2.02

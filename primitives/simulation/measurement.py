@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["measure"]
 
-_WORD = 8
+_WORD, _FULL = 8, 32 * 1024
 _TRIPS = 3
 _BURST = 24
 _ROUNDS = 5
@@ -73,6 +73,8 @@ def measure(comm: Comm, codecs: Sequence[Codec | ErrorFeedback] = ()) -> Network
             **near._asdict(),
         )
     if len(firsts) > 1:
+        segment = _host(comm).longest
+        network = replace(network, segment=segment, eager=2 * segment)
         network = replace(network, **_costs(comm, _paired(firsts))._asdict())
     network = replace(network, agree_cost=_agreement(comm, network))
     work = {name: (_short(a), _short(b)) for name, (a, b) in _work(comm, codecs).items()}
@@ -176,8 +178,8 @@ def _costs(comm: Comm, pairs: Pairs) -> _Costs:
     send_cost, receive_cost = (_middle(comm, side, cost) for side in zip(*pairs, strict=True))
     rate = _bandwidth(comm, pairs)
     latency = max(0.0, trip / 2 - send_cost - receive_cost - _WORD / rate)
-    # A full message takes the processors longer than a word, besides its way along the wire.
-    full = comm.settings.segment
+    # A full message takes the processors longer than a word, besides its time on the wire.
+    full = min(_FULL, _host(comm).longest)
     copies = trips(full) / 2 - latency - send_cost - receive_cost - full / rate
     copies = max(0.0, copies) / 2 if len(set(comm.nodes)) > 1 else 0.0
     return _Costs(latency, rate, send_cost + copies, receive_cost + copies)

@@ -42,11 +42,12 @@ class Network:
         packet: Payload bytes of a packet.
         overhead: Bytes that each packet carries besides: Ethernet, IP and TCP.
         eager: Bytes of the longest MPI message that travels while both ranks compute; longer
-            ones wait until both are in a call, or have `background()`. Between nodes buffers
-            are cut into MPI messages of `RELAXMPI_SEGMENT` bytes, 32 KiB.
+            ones wait until both are in a call, or have `background()`.
+        segment: Bytes of the MPI messages into which buffers are cut between nodes, unless
+            `RELAXMPI_SEGMENT` says another number. The defaults of both are those of
+            `Comm.world()` on Open MPI; elsewhere they are 64 and 32 KiB.
         scale: A small array stands for one that is this many times longer: time is counted,
             and messages are cut, for `scale` times the bytes.
-
         work: Seconds of the processor for the arithmetic of verbs, a call and a number: for
             "reduce" (the sum of two numbers), "copy" and "divide", and for the codecs, such as
             f"{codec.describe()}.encode", "encode_feedback", "decode" and "decode_add". What is
@@ -73,12 +74,13 @@ class Network:
     agree_cost: float = 2e-6
     packet: int = 1448
     overhead: int = 0
-    eager: int = 64 * 1024
+    eager: int = 1024 * 1024
+    segment: int = 512 * 1024
     scale: float = 1.0
     work: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        positive = {"bandwidth", "local_bandwidth", "packet", "scale"}
+        positive = {"bandwidth", "local_bandwidth", "packet", "segment", "scale"}
         numbers = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "work"}
         for name, prices in self.work.items():
             numbers |= {f"work[{name!r}][{place}]": price for place, price in enumerate(prices)}
@@ -110,9 +112,8 @@ class Network:
         the pairs and over several rounds:
 
         - send_cost and receive_cost: the processor's time to send 24 words of 8 bytes, and to
-          receive them when they have all arrived, by 24; and, half each, what a full message of
-          `RELAXMPI_SEGMENT` bytes takes longer on its way than a word, less its bytes /
-          bandwidth;
+          receive them when they have all arrived, by 24; and, half each, what a message of 32 KiB
+          takes longer on its way than a word, less its bytes / bandwidth;
         - bandwidth: (S - S/4) / (T(S) - T(S/4)), T the time in which two ranks send each other S
           bytes, S what takes about 0.15 s. It is that of payloads, so `overhead` is 0;
         - latency: half a word's way there and back, less both costs and 8 bytes / bandwidth;
@@ -120,8 +121,9 @@ class Network:
         - work: from calls on 1,024 numbers and on more than caches hold, on all ranks at once.
 
         What is not measured keeps its default: the local values where no node has two ranks. On
-        one node the values between nodes are the local ones. `eager`, `packet` and `down` are not
-        measured, and neither is how TCP fares when buffers of the switch overflow.
+        one node the values between nodes are the local ones. `segment` is what the Comm uses, and
+        `eager` twice that; `packet` and `down` are not measured, and neither is how TCP fares
+        when buffers of the switch overflow.
 
         Args:
             comm: A Comm of two ranks or more, with nothing else under way on the machines.
