@@ -300,6 +300,19 @@ def test_the_hash_seed_changes_nothing(tmp_path):
         assert done.stdout.strip() == GOLDEN
 
 
+def test_what_a_rank_leaves_open_is_in_the_order_of_making():
+    from relaxmpi.primitives.simulation.world import OpenComms
+
+    for _ in range(20):
+        things, held = [object() for _ in range(30)], OpenComms()
+        for thing in things[::-1]:
+            held.add(thing)
+        held.discard(things[7])
+        assert list(held) == [thing for thing in things[::-1] if thing is not things[7]]
+        assert len(held) == 29
+        assert things[3] in held
+
+
 def test_other_seeds_give_other_times_and_the_same_sums():
     worlds = [make(seed) for seed in range(4)]
     runs = [world.run(eventful) for world in worlds]
