@@ -193,6 +193,10 @@ class Comm:
         """Return the payload bytes that this rank has sent, also by the parts of a Hierarchy."""
         return self.stats.payload_bytes + sum(part.sent() for part in self._parts)
 
+    def priced(self, thing: T) -> T:
+        """Return a codec or a device whose work takes the time that it takes in this world."""
+        return self._world.priced(thing)
+
     def close(self) -> None:
         """Give the private communicators back. Never communicates; a second call does nothing.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from relaxmpi.primitives.transport import Request, Transport
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["Link", "World", "enter", "entered"]
+
+T = TypeVar("T")
 
 _here = threading.local()
 
@@ -104,6 +106,9 @@ class World(Protocol):
 
     def compute(self, seconds: float) -> None:
         """Take the time that a computation of `seconds` takes."""
+
+    def priced(self, thing: T) -> T:
+        """Return a codec or a device whose work takes the time that it takes here."""
 
     def polled(self) -> None:
         """Take note that this rank has looked whether something had moved."""

@@ -418,7 +418,7 @@ def test_what_each_fault_does_to_time_and_counts():
     clean, none = clocks()
     assert none == (20, 0, 20, 0, 0, 0)
     late, counts = clocks(faults.Delay(source=0, nth=0, seconds=0.25))
-    assert np.isclose(late - clean, 0.25, atol=1e-5)
+    assert np.isclose(late - clean, 0.25, atol=2e-4)
     assert counts == none
     late, _ = clocks(faults.Reorder(within=0.25, source=0, nth=0), seed=5)
     assert 0 < late - clean < 0.25

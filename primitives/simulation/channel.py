@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.simulation.fabric import Fabric
 from relaxmpi.primitives.simulation.rank import Rank, Ticket
+from relaxmpi.primitives.simulation.tree import told
 
 __all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive"]
 
@@ -56,14 +57,15 @@ class Receive(Ticket):
         self._finish = self.extra = 0.0
         self.source: Rank | None = None
 
-    def fill(self, time: float, parcel: Parcel) -> None:
-        """The bytes have arrived."""
+    def fill(self, time: float, parcel: Parcel, spread: float = 0.0) -> None:
+        """The bytes have arrived, the first piece `spread` seconds before the last."""
         self._parcel, self.done = parcel, True
         rank, fabric = self.rank, self._fabric
         if rank.inside:
             cost = self._cost(parcel, time)
             rank.stolen += cost
-            time = self._finish = rank.busy = max(time, rank.busy, rank.clock, rank.held) + cost
+            begin = max(time - spread, rank.busy, rank.clock, rank.held)
+            time = self._finish = rank.busy = max(begin + cost, time + cost / parcel.pieces)
         fabric.scheduler.completed(rank, self, time)
 
     def missing(self) -> list[int]:
@@ -120,7 +122,12 @@ class Pipe:
         self._count = number + 1
         if parcel.sent is None:
             self._fabric.send(
-                self._src, self._dest, parcel.size, time, lambda t: self._land(t, number, parcel)
+                self._src,
+                self._dest,
+                parcel.size,
+                parcel.pieces,
+                time,
+                lambda t: self._land(t, number, parcel),
             )
         else:
             latency = self._fabric.latency(self._src.index, self._dest.index)
@@ -137,7 +144,7 @@ class Pipe:
         while (following := self._early.pop(self._expected, None)) is not None:
             self._expected += 1
             if self._posted:
-                self._match(time, self._posted.popleft(), following)
+                self._match(time, self._posted.popleft(), following, new=True)
             else:
                 self._arrived.append(following)
         return True
@@ -150,17 +157,28 @@ class Pipe:
         else:
             self._posted.append(request)
 
-    def _match(self, time: float, request: Receive, parcel: Parcel) -> None:
+    def _spread(self, parcel: Parcel) -> float:
+        src, dest = self._src.index, self._dest.index
+        return self._fabric.spread(src, dest, parcel.size, parcel.pieces)
+
+    def _match(self, time: float, request: Receive, parcel: Parcel, *, new: bool = False) -> None:
         sent = parcel.sent
         if sent is None:
-            request.fill(time, parcel)
+            request.fill(time, parcel, self._spread(parcel) if new else 0.0)
             return
         # Rendezvous: the receiver, in a call, asks for the bytes; the sender, in a call, sends.
         scheduler, src, dest = self._fabric.scheduler, self._src, self._dest
         back = self._fabric.latency(dest.index, src.index)
 
         def start(now: float) -> None:
-            self._fabric.send(src, dest, parcel.size, now, lambda t: self._end(t, request, parcel))
+            self._fabric.send(
+                src,
+                dest,
+                parcel.size,
+                parcel.pieces,
+                now,
+                lambda t: self._end(t, request, parcel),
+            )
             sent.done = True
             src.owes(dest.index, now - back)
             scheduler.completed(src, sent, now)
@@ -173,7 +191,7 @@ class Pipe:
     def _end(self, time: float, request: Receive, parcel: Parcel) -> bool:
         if request.done:
             return False
-        request.fill(time, parcel)
+        request.fill(time, parcel, self._spread(parcel))
         return True
 
 
@@ -184,6 +202,7 @@ class Meeting:
         self._members = members
         self.brought: dict[int, Any] = {}
         self.tickets: list[Ticket] = []
+        self.came: list[tuple[int, float]] = []  # who brought a ticket, and when
         self.answer: Any = None
         self.time, self.last = 0.0, 0
 
@@ -199,7 +218,7 @@ class Channel:
         self, fabric: Fabric, members: tuple[Rank, ...], forget: Callable[[], object]
     ) -> None:
         self.fabric, self.members = fabric, members
-        self.nodes = len({fabric.nodes[rank.index] for rank in members})
+        self._places = [fabric.nodes[rank.index] for rank in members]
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in members]
         self._freed = 0
         self._forget = forget
@@ -237,6 +256,7 @@ class Channel:
             meeting = self._meetings[kind, number] = Meeting(self.members)
         meeting.brought[me] = what
         meeting.tickets.append(ticket)
+        meeting.came.append((me, self.members[me].clock))
         if self.members[me].clock >= meeting.time:
             meeting.time, meeting.last = self.members[me].clock, self.members[me].index
         if len(meeting.brought) == len(self.members):
@@ -244,9 +264,19 @@ class Channel:
             close(meeting)
         return meeting
 
-    def dissolve(self, time: float, meeting: Meeting) -> None:
-        """Complete a meeting for all ranks at once."""
-        for ticket in meeting.tickets:
+    def tell(self, meeting: Meeting, seconds: float = 0.0) -> None:
+        """Complete a meeting to which all have come: for each rank when the tree reaches it."""
+        scheduler = self.fabric.scheduler
+        arrivals = [time for _, time in sorted(meeting.came)]
+        ends = told(self.fabric.network, self._places, arrivals)
+        groups: dict[float, list[Ticket]] = {}
+        for (me, _), ticket in zip(meeting.came, meeting.tickets, strict=True):
+            groups.setdefault(ends[me] + seconds, []).append(ticket)
+        for time, tickets in groups.items():
+            scheduler.at(max(time, meeting.time), self._complete, tickets, meeting)
+
+    def _complete(self, time: float, tickets: list[Ticket], meeting: Meeting) -> None:
+        for ticket in tickets:
             ticket.done = True
             ticket.rank.owes(meeting.last, meeting.time)
             self.fabric.scheduler.completed(ticket.rank, ticket, time)

@@ -109,7 +109,7 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
         size = np.array([parcel.size for parcel in sent])
         pieces = np.array([parcel.pieces for parcel in sent])
         costs = pieces * net.send_cost * slow[source]
-        inject = begins[source] + _running(costs, source)
+        inject = begins[source] + _running(costs, source) - costs + costs / pieces
         index = np.array([rank.index for rank in channel.members])
         node = np.array(fabric.nodes)[index]
         near = node[source] == node[dest]
@@ -120,6 +120,7 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
         packets = np.ceil(size / net.packet) * net.overhead
         takes_up = np.where(near, size / net.local_bandwidth, (size + packets) / net.bandwidth)
         takes_down = np.where(near, takes_up, (size + packets) / net.down_bandwidth)
+        takes_up = np.maximum(takes_up, (pieces - 1) * net.send_cost + takes_up / pieces)
         begin = inject.copy()
         for mask, port, links in (
             (~near, node[source], fabric.up),
@@ -138,11 +139,13 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
         np.maximum.at(arrivals, dest, arrive)
         order = np.lexsort((arrive, dest))
         work = pieces * net.receive_cost * slow[dest]
+        first = arrive - takes_down * (1 - 1 / pieces)
+        last = arrive + work / pieces
         for r, lo, hi in _runs(dest[order]):
             here = order[lo:hi]
             after = np.cumsum(work[here])
-            start = np.maximum.accumulate(np.maximum(arrive[here], ready[r]) - (after - work[here]))
-            done[r] = start[-1] + after[-1]
+            start = np.maximum.accumulate(np.maximum(first[here], ready[r]) - (after - work[here]))
+            done[r] = max(start[-1] + after[-1], last[here].max())
             times = (size, given, left, takes_up, takes_down, arrive)
             k = here[-1]
             lasts.append(Message(int(source[k]), r, *(float(which[k]) for which in times)))

@@ -39,20 +39,32 @@ class Counts(NamedTuple):
 class Flight:
     """One message under way, or a copy of it."""
 
-    __slots__ = ("arrive", "delay", "dest", "dropped", "left", "sent", "size", "source", "up")
+    __slots__ = (
+        "arrive",
+        "delay",
+        "dest",
+        "dropped",
+        "left",
+        "pieces",
+        "sent",
+        "size",
+        "source",
+        "up",
+    )
 
     def __init__(
         self,
         source: int,
         dest: int,
         size: float,
+        pieces: int,
         arrive: Callable[[float], bool],
         dropped: bool,
         delay: float,
         sent: float,
     ) -> None:
-        self.source, self.dest, self.size, self.arrive = source, dest, size, arrive
-        self.dropped, self.delay, self.sent = dropped, delay, sent
+        self.source, self.dest, self.size, self.pieces = source, dest, size, pieces
+        self.arrive, self.dropped, self.delay, self.sent = arrive, dropped, delay, sent
         self.left = self.up = 0.0  # when its first byte left, and for how long it kept the link
 
 
@@ -89,6 +101,7 @@ class Fabric:
         source: Rank,
         dest: Rank,
         size: float,
+        pieces: int,
         time: float,
         arrive: Callable[[float], bool],
     ) -> None:
@@ -97,9 +110,13 @@ class Fabric:
         self.sent += 1
         for later in fate.copies:
             self.duplicated += 1
-            copy = Flight(source.index, dest.index, size, arrive, False, fate.delay, time + later)
+            copy = Flight(
+                source.index, dest.index, size, pieces, arrive, False, fate.delay, time + later
+            )
             self._start(time + later, copy, later > 0)
-        flight = Flight(source.index, dest.index, size, arrive, fate.dropped, fate.delay, time)
+        flight = Flight(
+            source.index, dest.index, size, pieces, arrive, fate.dropped, fate.delay, time
+        )
         if fate.dropped:
             self.scheduler.lossy = True
         self._start(time, flight, False)
@@ -120,6 +137,8 @@ class Fabric:
         else:
             port, links, latency = here, self.up, net.latency
             takes = net.wire_bytes(flight.size) / net.bandwidth
+        # The sender's processor hands over one piece after the other.
+        takes = max(takes, (flight.pieces - 1) * net.send_cost + takes / flight.pieces)
         begin = max(time, links[port])
         flight.left, flight.up = begin, takes
         links[port] = begin + takes
@@ -167,6 +186,15 @@ class Fabric:
             self.received += 1
         else:
             self.discarded += 1
+
+    def spread(self, source: int, dest: int, size: float, pieces: int) -> float:
+        """Return the seconds from the arrival of a message's first piece to that of its last."""
+        net = self.network
+        if self.nodes[source] == self.nodes[dest]:
+            takes = size / net.local_bandwidth
+        else:
+            takes = net.wire_bytes(size) / net.down_bandwidth
+        return takes * (1 - 1 / pieces)
 
     def latency(self, source: int, dest: int) -> float:
         """Return the seconds that a small message takes."""

@@ -66,7 +66,7 @@ class SimulatedLink:
         def close(meeting: Meeting) -> None:
             rows = np.stack([meeting.brought[r] for r in range(self.size)])
             meeting.answer = rows.max(axis=0) if kind == "max" else rows
-            channel.fabric.scheduler.at(meeting.time + seconds, channel.dissolve, meeting)
+            channel.tell(meeting, seconds)
 
         told = _Told(me, all_)
         return told.of(channel.meet(kind, number, self.rank, told, mine.copy(), close))
@@ -74,14 +74,12 @@ class SimulatedLink:
     def imax(self, mine: Any, all_: Any) -> Request:
         """See `Link`."""
         self._world.called()
-        seconds = self._channel.fabric.network.agreement(self.size, self._channel.nodes)
-        return self._join("max", mine, all_, seconds)
+        return self._join("max", mine, all_, 0.0)
 
     def igather(self, mine: Any, all_: Any) -> Request:
         """See `Link`."""
         net = self._channel.fabric.network
-        seconds = net.agreement(self.size, self._channel.nodes)
-        seconds += (self.size - 1) * mine.nbytes / min(net.bandwidth, net.down_bandwidth)
+        seconds = (self.size - 1) * mine.nbytes / min(net.bandwidth, net.down_bandwidth)
         return self._join("gather", mine, all_, seconds)
 
     def notify(self, peer: int, message: bytes) -> Request:

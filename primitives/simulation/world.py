@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, MutableSet
 from math import inf
 from threading import current_thread
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from relaxmpi.primitives.errors import PeerTimeout, RelaxError
 from relaxmpi.primitives.schedules import FlatSchedule
@@ -14,6 +14,7 @@ from relaxmpi.primitives.simulation.channel import Channel
 from relaxmpi.primitives.simulation.faults import draw
 from relaxmpi.primitives.simulation.grouped import GroupedSchedule
 from relaxmpi.primitives.simulation.link import SimulatedLink
+from relaxmpi.primitives.simulation.priced import priced
 from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.transport import Every
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["RankWorld"]
+
+T = TypeVar("T")
 
 _POLL = 1e-6
 # A rank that looks in vain for long looks less often, or a timeout would take a million looks.
@@ -162,16 +165,8 @@ class RankWorld:
 
     def _meet(self, what: str, mine: Any) -> dict[int, Any]:
         me, scheduler, gathering = self.me, self._scheduler, self._group.gathering
-        seconds = self._fabric.network.agreement(self.size, gathering.nodes)
         ticket = Ticket(me)
-        meeting = gathering.meet(
-            what,
-            self._meetings,
-            self.rank,
-            ticket,
-            mine,
-            lambda m: scheduler.at(m.time + seconds, gathering.dissolve, m),
-        )
+        meeting = gathering.meet(what, self._meetings, self.rank, ticket, mine, gathering.tell)
         self._meetings += 1
         self._here()
         end = me.clock + Settings.read().timeout
@@ -240,6 +235,11 @@ class RankWorld:
             me.resting, me.awaits, me.queue = True, [], None
             self._scheduler.sleep(me, end)
 
+    def priced(self, thing: T) -> T:
+        """See `World`: what the network's `work` says."""
+        fabric, me = self._fabric, self.me
+        return priced(thing, fabric.network, lambda seconds: fabric.cost(me, seconds))
+
     def polled(self) -> None:
         """See `World`: a look takes a microsecond, so that loops around `test()` advance."""
         if self._life.busy:
@@ -274,6 +274,8 @@ class RankWorld:
             while isinstance(awaits, Every):
                 awaits = awaits.first()
             if isinstance(awaits, Ticket):
+                if awaits.done:
+                    return  # by what this call has caught up with: nobody would wake this rank
                 tickets.append(awaits)
             else:  # somebody else's kind of request: look again
                 step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
