@@ -44,14 +44,15 @@ def line(output, title):
 def test_step_time_bytes_and_messages_by_hand(simulate):
     """Two ranks, 1 ms, 8 Mbit/s: 2000 bytes are two packets, with 90 bytes more each.
 
-    A step is an agreement and two moves; each message costs a microsecond on either side.
+    A step is an agreement, there and back, and two moves; each message costs a microsecond on
+    either side.
     """
-    agreement = 1e-3 + 2e-6
+    agreement = 2 * (1e-3 + 2e-6)
     move = 1e-6 + 1e-3 + (2000 + 2 * 90) / 1e6 + 1e-6
     step = agreement + 2 * move
     said = simulate(STEPS, "--ranks", "2", "--latency", "1ms", "--bandwidth", "8Mbit").out
-    assert show_duration(step) == "7.37 ms"
-    assert line(said, "step").startswith("7.37 ms, quartiles 7.37 ms and 7.37 ms, of 4 steps")
+    assert show_duration(step) == "8.37 ms"
+    assert line(said, "step").startswith("8.37 ms, quartiles 8.37 ms and 8.37 ms, of 4 steps")
     assert line(said, "time").startswith(show_duration(5 * step))
     assert line(said, "world") == "2 ranks on 2 nodes, 1 ms, 8 Mbit/s, seed 0"
     assert line(said, "sent") == "20 kB a rank"
@@ -66,7 +67,7 @@ def test_inside_a_node_and_scaled(simulate):
         *("--ranks", "2", "--ranks-per-node", "2", "--local-latency", "1ms"),
         *("--local-bandwidth", "8Mbit", "--scale", "10"),
     ).out
-    step = (1e-3 + 2e-6) + 2 * (1e-3 + 20_000 / 1e6 + 2e-6)
+    step = 2 * (1e-3 + 2e-6) + 2 * (1e-3 + 20_000 / 1e6 + 2e-6)
     assert line(said, "step").startswith(show_duration(step))
     assert line(said, "sent") == "200 kB a rank"
 
@@ -79,9 +80,11 @@ def test_who_waited_for_whom(simulate):
     said = simulate(text, "--ranks", "3", "--latency", "0.1ms").out
     table = [re.split(r"  +", row) for row in said.split("\n\n")[-1].splitlines()]
     assert table[0] == ["who waited", "for whom", "how long", "before it had sent"]
-    assert table[1][:2] == ["all together", "rank 1"] and table[1][3] == "40 ms"
+    assert table[1][:2] == ["all together", "rank 1"] and table[1][3] == "40.5 ms"
     pairs = {(who, whom): late for who, whom, _, late in table[1:]}
-    assert pairs["rank 0", "rank 1"] == pairs["rank 2", "rank 1"] == "20 ms", "5 steps, 4 ms each"
+    assert pairs["rank 2", "rank 1"] == "20 ms", "5 steps, 4 ms each"
+    # Rank 0, the root of the agreements' tree, begins each step a latency before the others.
+    assert pairs["rank 0", "rank 1"] == "20.5 ms"
     assert line(said, "computing").startswith("5 ms a rank (median; 5 ms to 25 ms)")
     slowed = simulate(text, "--ranks", "3", "--fault", "SlowDown(2, factor=6.0)").out
     assert "all together  rank 2" in slowed

@@ -9,7 +9,7 @@ import pytest
 
 import relaxmpi as rx
 
-NET = rx.Network(latency=1e-3, bandwidth=1e6, send_cost=0.0, receive_cost=0.0)
+NET = rx.Network(latency=1e-3, bandwidth=1e6, send_cost=0.0, receive_cost=0.0, agree_cost=0.0)
 
 
 def events(path):
@@ -78,8 +78,11 @@ def test_times_by_hand(tmp_path):
         return trace.recording
 
     recordings = rx.SimulatedWorld(2, network=NET).run(program)
-    end = 2e-3 + 1e-3 + 2 * (1e-3 + 2000 / 1e6)  # the later rank, agreement, two moves
+    # Rank 1 comes at 2 ms; rank 0 knows of it 1 ms later, and rank 1 of that another ms later. Each
+    # sends its half then, which takes 3 ms, and the sum of the other half when that has come.
+    sents, ends = [(3e-3, 7e-3), (4e-3, 6e-3)], [9e-3, 10e-3]
     for rank, recording in enumerate(recordings):
+        end = ends[rank]
         (call,), (compute,), (wait,) = recording.calls, recording.computes, recording.waits
         assert recording.rank == rank
         assert (compute.begin, compute.end) == (0.0, 1e-3 * (1 + rank))
@@ -87,19 +90,19 @@ def test_times_by_hand(tmp_path):
         assert (call.begin, wait.begin) == (compute.end, compute.end)
         assert call.end == pytest.approx(end) == wait.end
         assert [m.size for m in recording.messages] == [2000, 2000]
-        for sent, message in zip((3e-3, 6e-3), recording.messages, strict=True):
+        for sent, message in zip(sents[rank], recording.messages, strict=True):
             assert (message.source, message.dest) == (rank, 1 - rank)
             assert message.sent == pytest.approx(sent) == message.left
             assert message.arrived == pytest.approx(sent + 1e-3 + 2e-3)
-    # Rank 0 came a millisecond early; both then waited for the network.
+    # Rank 0 came at 1 ms, and heard of rank 1's coming at 3; the rest it waited for data.
     seconds, late = recordings[0].waits[0].rests[1]
-    assert (seconds, late) == pytest.approx((end - 1e-3, 1e-3))
+    assert (seconds, late) == pytest.approx((8e-3, 2e-3))
     table = tracks(events(tmp_path / "run.json"))
     (call,) = table[1, "calls"]
     assert (call["ts"], call["dur"]) == pytest.approx((2000, 1e6 * end - 2000))
     assert call["args"]["bytes"] == 4000
     assert [s["name"] for s in table[0, "link out"]] == ["to 1", "to 1"]
-    assert [s["ts"] for s in table[0, "link in"]] == pytest.approx([4000, 7000])
+    assert [s["ts"] for s in table[0, "link in"]] == pytest.approx([5000, 7000])
     assert list(tmp_path.iterdir()) == [tmp_path / "run.json"], "no temporary file is left"
 
 
