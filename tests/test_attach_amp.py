@@ -85,3 +85,23 @@ def test_what_a_codec_owes_survives_an_inf_step_with_skip(comm):
         assert model.w.tolist() == [-2.0, -1.0]
         assert sync.stats().skipped == 1
         assert scaler.get_scale() == 1.0
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_inside_join_where_the_last_step_is_left_out(comm):
+    model, optimizer = weight_of([1.0])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    count = 1 + comm.rank
+    with rx.attach(model, optimizer, rx.SGD(), comm=comm) as sync:
+        with sync.join(scaler):
+            for t in range(count):
+                optimizer.zero_grad()
+                bad = float("inf") if t == comm.size - 1 else 1.0  # the last rank's last batch
+                scaler.scale((model.w * bad).sum()).backward()
+                sync.wait()
+                scaler.step(optimizer)
+                scaler.update()
+        assert model.w.item() == 2.0 - comm.size
+        # A rank's own scaler saw no inf where it had no batch: the one with most steps decides.
+        assert len(set(comm.mpi.allgather(scaler.get_scale()))) == 1
+        sync.check()

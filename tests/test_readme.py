@@ -14,12 +14,13 @@ import relaxmpi as rx
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loss_function = torch.nn.functional.cross_entropy
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 loader = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)]
 """
 
 
 def test_there_is_one_for_each_use():
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -57,3 +58,11 @@ def test_a_loop(launch):
     pytest.importorskip("torch")
     done = launch(LOOP + BLOCKS[3] + "print('steps', sync.stats().steps)", 2, timeout=60)
     assert done.stdout.count("steps 3") == 2, done.stderr
+
+
+def test_what_else_a_loop_may_need(launch):
+    pytest.importorskip("torch")
+    uneven = "loader += loader[: comm.rank]\n"
+    said = "print('steps', sync.stats().steps, scheduler.last_epoch)"
+    done = launch(LOOP + BLOCKS[3] + uneven + BLOCKS[4] + said, 2, timeout=60)
+    assert done.stdout.count("steps 8 4") == 2, done.stderr
