@@ -70,6 +70,23 @@ def test_without_wait_every_rank_gets_an_error(comm, unscale, rule, inf):
 
 
 @pytest.mark.ranks(2)
+def test_every_codec_lets_a_grad_scaler_see_inf(comm):
+    """Also those that might leave the one bad number out, or clip it."""
+    bad = torch.tensor([float("inf") if comm.rank else 1.0, *[1e3] * 7])
+    for codec in (rx.OneBit(), rx.MinMaxUInt8(), rx.Quantizer(bits=4), rx.TopK(0.25)):
+        model, optimizer = weight_of([0.0] * 8)
+        algorithm, guard = rx.QSGD(codec=codec, feedback=True), rx.NonFinite.SKIP
+        with rx.attach(model, optimizer, algorithm, comm=comm, nonfinite=guard) as sync:
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+            scaler.scale((model.w * bad).sum()).backward()
+            sync.wait()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 1.0, codec
+            assert torch.equal(model.w, torch.zeros(8))
+
+
+@pytest.mark.ranks(2)
 def test_what_a_codec_owes_survives_an_inf_step_with_skip(comm):
     model, optimizer = weight_of([1.0, 2.0])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
