@@ -1,12 +1,13 @@
 """Training algorithms composed from relaxmpi.primitives.
 
-Names are loaded on first use, so that only `attach` needs torch.
+Names are loaded on first use, so that only `attach` and `ddp_hook` need torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from relaxmpi.algorithms.attach_ddp import DDPHook, ddp_hook
     from relaxmpi.algorithms.attach_flags import NonFinite
     from relaxmpi.algorithms.attach_stats import SyncStats
     from relaxmpi.algorithms.attach_sync import Sync
@@ -21,22 +22,26 @@ __all__ = [
     "Algorithm",
     "Bound",
     "ByteGrad",
+    "DDPHook",
     "NonFinite",
     "Sync",
     "SyncStats",
     "attach",
+    "ddp_hook",
 ]
 
 _HOME = {
     "Algorithm": "base",
     "Bound": "base",
     "ByteGrad": "qsgd",
+    "DDPHook": "attach_ddp",
     "QSGD": "qsgd",
     "SGD": "sgd",
     "NonFinite": "attach_flags",
     "Sync": "attach_sync",
     "SyncStats": "attach_stats",
     "attach": "attach_torch",
+    "ddp_hook": "attach_ddp",
 }
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from mpi4py import MPI
 
 import relaxmpi as rx
 
@@ -32,7 +31,11 @@ def size(text: str) -> int:
     return int(text)
 
 
-def raw_cases(world: MPI.Intracomm, x: np.ndarray, y: np.ndarray) -> Cases:
+def raw_cases(comm: rx.Comm, x: np.ndarray, y: np.ndarray) -> Cases:
+    from mpi4py import MPI  # here, because Comm.world() starts MPI with longer eager messages
+
+    world = comm.mpi
+
     def copy_back(reduce: Callable[[], object]) -> Callable[[], object]:
         return lambda: (reduce(), np.copyto(x, y))
 
@@ -134,7 +137,7 @@ def main() -> None:
         for nbytes in map(size, args.sizes.split(",")):
             x = np.zeros(nbytes // 4, np.float32)
             y = np.zeros_like(x)
-            cases = raw_cases(comm.mpi, x, y) | our_cases(comm, x, y)
+            cases = raw_cases(comm, x, y) | our_cases(comm, x, y)
             if args.codecs:
                 cases |= coded_cases(comm, x)
             if args.gloo:

@@ -62,13 +62,16 @@ def ours(comm: rx.Comm, name: str) -> Step:
     return stepper(model, optimizer, comm.rank)
 
 
-def ddp(comm: rx.Comm, cap: int, fp16: bool) -> Step:
+def ddp(comm: rx.Comm, cap: int, hook: str | None = None) -> Step:
     model, _ = new_model()
     parallel = DistributedDataParallel(
         model, bucket_cap_mb=cap, gradient_as_bucket_view=True, static_graph=True
     )
-    if fp16:
+    if hook == "fp16":
         parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif hook == "ours":
+        ours = rx.ddp_hook(rx.Quantizer(bits=8), comm=comm)
+        parallel.register_comm_hook(parallel.process_group, ours)
     return stepper(parallel, torch.optim.SGD(model.parameters(), lr=0.01), comm.rank)
 
 
@@ -107,9 +110,11 @@ def methods(comm: rx.Comm) -> dict[str, Step]:
     alone = new_model()
     found: dict[str, Step | None] = {"compute alone": stepper(*alone, comm.rank)}
     for cap in CAPS:
-        found[f"DDP, {cap} MiB"] = ddp(comm, cap, fp16=False)
+        found[f"DDP, {cap} MiB"] = ddp(comm, cap)
     for cap in CAPS:
-        found[f"DDP fp16, {cap} MiB"] = ddp(comm, cap, fp16=True)
+        found[f"DDP fp16, {cap} MiB"] = ddp(comm, cap, "fp16")
+    for cap in CAPS:
+        found[f"DDP 8 bit hook, {cap} MiB"] = ddp(comm, cap, "ours")
     found["Horovod"] = horovod(comm)
     for name in ALGORITHMS:
         found[f"relaxmpi {name}"] = ours(comm, name)
@@ -140,17 +145,17 @@ def report(taken: dict[str, list[float]], size: int, out: Path | None) -> None:
     where = os.environ.get("RELAXMPI_LAB", "this machine")
     count = len(next(iter(taken.values())))
     print(f"{size} ranks, {where}, batch {BATCH} a rank, medians of {count} steps; load ", end="")
-    print(f"{os.getloadavg()[0]:.1f}\n\n{'':22}{'ms/step':>9}{'quartiles':>15}   against {best}")
+    print(f"{os.getloadavg()[0]:.1f}\n\n{'':26}{'ms/step':>9}{'quartiles':>15}   against {best}")
     for name, middle in median.items():
         low, _, high = (1e3 * q for q in statistics.quantiles(taken[name], n=4))
-        print(f"{name:22}{middle * 1e3:9.1f}{low:8.1f}{high:7.1f}{median[best] / middle:9.2f}x")
+        print(f"{name:26}{middle * 1e3:9.1f}{low:8.1f}{high:7.1f}{median[best] / middle:9.2f}x")
     if out is not None:
         result = {"ranks": size, "where": where, "load": os.getloadavg()[0], "seconds": taken}
         out.write_text(json.dumps(result, indent=1))
 
 
-def in_lab(spec: str, rest: list[str]) -> int:
-    """Run this file again on emulated hosts."""
+def in_lab(file: str, spec: str, rest: list[str], ranks_per_host: int = 1) -> int:
+    """Run a file on emulated hosts."""
     from relaxmpi.lab import Lab
     from relaxmpi.units import parse_duration, parse_rate
 
@@ -160,7 +165,7 @@ def in_lab(spec: str, rest: list[str]) -> int:
         latency=parse_duration(given.get("latency", "0.1ms")),
         bandwidth=parse_rate(given.get("bandwidth", "100Mbit")),
     ) as lab:
-        return lab.run(["python", __file__, *rest], timeout=900)
+        return lab.run(["python", file, *rest], ranks_per_host=ranks_per_host, timeout=900)
 
 
 def main() -> int:
@@ -172,7 +177,9 @@ def main() -> int:
     given = parser.parse_args()
     if given.lab:
         rest = ["--rounds", str(given.rounds), "--steps", str(given.steps)]
-        return in_lab(given.lab, rest + (["--json", str(given.json)] if given.json else []))
+        return in_lab(
+            __file__, given.lab, rest + (["--json", str(given.json)] if given.json else [])
+        )
     comm = rx.Comm.world()
     taken = measure(comm, given.rounds, given.steps)
     if comm.rank == 0:

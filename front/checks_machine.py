@@ -188,13 +188,14 @@ def check_settings() -> Finding:
 def check_transport() -> Finding:
     """Which transport moves CPU buffers, and why."""
     try:
-        piece = f"messages of {_settings().segment:,} bytes, on which TCP does not stall"
+        given = _settings().segment
+        piece = f"messages of {given:,} bytes" if given else "messages that MPI sends eagerly"
     except (ImportError, ValueError):
         piece = "short messages"
     return ok(
         "CPU transport",
         "MPI, the one for host memory: whole messages within a host, where it also makes short "
-        f"sums itself; between hosts {piece}",
+        f"sums itself; between hosts {piece}, on which TCP does not stall",
     )
 
 

@@ -8,28 +8,23 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
-from relaxmpi import __version__, doctor, lab
-from relaxmpi.units import parse_duration, parse_rate
+from relaxmpi import __version__, doctor, lab, simulate
+from relaxmpi.units import parse_duration, parse_rate, with_unit
 
 __all__ = ["main"]
 
 
 class _Command(NamedTuple):
-    """A subcommand: what it does, its options, and the function that does it."""
+    """A subcommand: what it does, its options, and the function that does it.
+
+    Attributes:
+        passes: Whether options that it does not know are `arguments` of somebody else's.
+    """
 
     summary: str
     options: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
-
-
-def _with_unit(parse: Callable[[str], float]) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return convert
+    passes: bool = False
 
 
 def _lab_options(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +36,11 @@ def _lab_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hosts", type=int, default=4, help="emulated hosts (default 4)")
     parser.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="(default 1)")
     parser.add_argument(
-        "--latency", type=_with_unit(parse_duration), default=1e-4, metavar="TIME",
+        "--latency", type=with_unit(parse_duration), default=1e-4, metavar="TIME",
         help="one way, such as 5ms or 100us (default 0.1ms)",
     )  # fmt: skip
     parser.add_argument(
-        "--bandwidth", type=_with_unit(parse_rate), default=1e9, metavar="RATE",
+        "--bandwidth", type=with_unit(parse_rate), default=1e9, metavar="RATE",
         help="of each host's link, up and down, such as 100Mbit (default 1Gbit)",
     )  # fmt: skip
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="(default 1500)")
@@ -91,6 +86,12 @@ def _lab(options: argparse.Namespace) -> int:
 _COMMANDS = {
     "doctor": _Command("check this installation", doctor.add_options, doctor.run),
     "lab": _Command("run an MPI program on an emulated slow network", _lab_options, _lab),
+    "simulate": _Command(
+        "predict what a network makes of a script, without the network",
+        simulate.add_options,
+        simulate.run,
+        passes=True,
+    ),
 }
 
 
@@ -104,6 +105,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"relaxmpi {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():
-        command.options(subparsers.add_parser(name, help=command.summary))
-    options = parser.parse_args(argv)
+        # An abbreviation could be meant for the script.
+        allowed = not command.passes
+        added = subparsers.add_parser(name, help=command.summary, allow_abbrev=allowed)
+        command.options(added)
+    given = list(sys.argv[1:] if argv is None else argv)
+    passing = given[:1] and given[0] in _COMMANDS and _COMMANDS[given[0]].passes
+    if not passing:
+        options = parser.parse_args(given)
+    else:
+        end = given.index("--") if "--" in given else len(given)
+        options, unknown = parser.parse_known_args(given[:end])
+        options.arguments = [*unknown, *given[end + 1 :]]
     return _COMMANDS[options.command].run(options)

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from relaxmpi import checks_machine, checks_mpi
+from relaxmpi import checks_machine, checks_mpi, checks_network
 from relaxmpi.findings import Finding, bad, ok, warn
 
 __all__ = ["CHECKS", "add_options", "agreement", "examine", "layout", "report", "run"]
@@ -97,6 +97,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "Check this installation; under mpirun also the job. The exit status is 1 if anything "
         "is bad."
     )
+    parser.add_argument(
+        "--network",
+        action="store_true",
+        help="instead, measure the links between the ranks of this job, for SimulatedWorld",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -106,8 +111,30 @@ def _is_first() -> bool:
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
+def _show(findings: Sequence[Finding], as_json: bool) -> int:
+    """Print the findings and return the exit status that they ask for."""
+    shown = json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2)
+    print(shown if as_json else report(findings))
+    sys.stdout.flush()
+    return int(any(finding.status == "bad" for finding in findings))
+
+
+def _run_network(options: argparse.Namespace) -> int:
+    """Measure the links of the job; every rank takes part, the first one prints."""
+    from relaxmpi.primitives import Comm
+
+    with Comm.world() as comm:
+        hosts = [platform.node()] if comm.size == 1 else comm.mpi.allgather(platform.node())
+        found = checks_network.check_network(comm, hosts)
+        if comm.rank == 0:
+            return _show(found if comm.size == 1 else [layout(hosts), *found], options.json)
+    return int(any(finding.status == "bad" for finding in found))
+
+
 def run(options: argparse.Namespace) -> int:
     """Run the subcommand and return its exit status."""
+    if options.network:
+        return _run_network(options)
     world = checks_mpi.world()
     about_job = []
     if world is not None and world.size > 1:
@@ -117,11 +144,7 @@ def run(options: argparse.Namespace) -> int:
             about_job = [layout(hosts), agreement(found)]
     status = 0
     if _is_first():
-        findings = examine() + about_job
-        as_json = json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2)
-        print(as_json if options.json else report(findings))
-        sys.stdout.flush()
-        status = int(any(finding.status == "bad" for finding in findings))
+        status = _show(examine() + about_job, options.json)
     if world is not None and world.size > 1:
         status = world.bcast(status)
     return status

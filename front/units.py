@@ -1,9 +1,18 @@
 """Durations and link rates as people write them: ``5ms``, ``100Mbit``."""
 
+import argparse
 import math
 import re
+from collections.abc import Callable
 
-__all__ = ["parse_duration", "parse_rate"]
+__all__ = [
+    "parse_duration",
+    "parse_rate",
+    "show_bytes",
+    "show_duration",
+    "show_rate",
+    "with_unit",
+]
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -60,3 +69,52 @@ def parse_rate(text: str) -> float:
     if number == 0 or not math.isfinite(number * rate):
         raise ValueError(f"{text!r} is no usable rate; write for example 100Mbit")
     return number * rate
+
+
+def with_unit(parse: Callable[[str], float]) -> Callable[[str], float]:
+    """Return one of the functions above as a `type` of argparse, which shows the user its error."""
+
+    def convert(text: str) -> float:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _show(value: float, units: tuple[str, ...]) -> str:
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1e3, units[1:]
+    return f"{value:.3g} {units[0]}" if value < 999.5 else f"{value:.0f} {units[0]}"
+
+
+def show_duration(seconds: float) -> str:
+    """Return seconds in three digits and a fitting unit.
+
+    Example:
+        >>> show_duration(0.0012345), show_duration(0.0), show_duration(90.0)
+        ('1.23 ms', '0 s', '90 s')
+    """
+    nanoseconds = round(seconds * 1e9, 3)
+    return _show(nanoseconds, ("ns", "us", "ms", "s")) if nanoseconds else "0 s"
+
+
+def show_bytes(count: float) -> str:
+    """Return a number of bytes in three digits and a fitting unit.
+
+    Example:
+        >>> show_bytes(2560), show_bytes(12)
+        ('2.56 kB', '12 B')
+    """
+    return _show(count, ("B", "kB", "MB", "GB", "TB"))
+
+
+def show_rate(bits: float) -> str:
+    """Return bits per second in three digits and a fitting unit.
+
+    Example:
+        >>> show_rate(1e10)
+        '10 Gbit/s'
+    """
+    return _show(bits, ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"))

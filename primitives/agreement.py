@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,9 @@ from relaxmpi.primitives.transport import Request
 from relaxmpi.primitives.work import Flow
 from relaxmpi.primitives.world import Link
 
-__all__ = ["Lane"]
+__all__ = ["Lane", "after", "before", "nothing"]
+
+T = TypeVar("T")
 
 _WIDTH = 240
 _MASK = 2**62 - 1
@@ -107,3 +109,27 @@ class Lane:
         )
         error.agreed = first
         raise error
+
+
+def after(agreement: Flow[None], flow: Flow[T]) -> Flow[T]:
+    """Return the flow behind its agreement; nothing of it runs where that fails."""
+    try:
+        yield from agreement
+    except BaseException:
+        flow.close()
+        raise
+    return (yield from flow)
+
+
+def before(agreement: Flow[None], flow: Flow[T], call: Call) -> Flow[T]:
+    """Return the flow of a rehearsed call, which its agreement ends."""
+    if call.refusal is not None:
+        raise call.refusal  # the peers are in the middle of this call
+    result = yield from flow
+    yield from agreement
+    return result
+
+
+def nothing() -> Flow[Any]:
+    """Return a flow that has nothing to do."""
+    yield from ()

@@ -108,10 +108,12 @@ def claimed(
 
 def wire_of(comm: Comm, flat: Flat, codec: Lossy | None, name: str, step: int | None) -> Wire:
     """The wire of a call that has been agreed on."""
+    flat = flat._replace(device=comm.priced(flat.device))
     if codec is None:
         return wire_for(flat, None, _NO_KEY, comm.scratch)
     when = comm.next_step(name) if step is None else step
-    return wire_for(flat, codec, Key(name=name, step=when, rank=comm.rank), comm.scratch)
+    key = Key(name=name, step=when, rank=comm.rank)
+    return wire_for(flat, codec, key, comm.scratch, comm.priced)
 
 
 def ordered(comm: Comm, flat: Flat, flow: Generator[Any, None, Any]) -> Flow[Any]:

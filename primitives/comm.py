@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from relaxmpi.primitives.agreement import Lane
+from relaxmpi.primitives.agreement import Lane, after, before, nothing
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.door import Door
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from relaxmpi.primitives.hierarchy import Hierarchy
+    from relaxmpi.primitives.trace import Trace
     from relaxmpi.primitives.transport import Transport
 
 __all__ = ["Comm"]
@@ -72,12 +74,15 @@ class Comm:
         )
         self.queue = Queue(self.stats, world, beside) if queue is None else queue
         world.comms.add(self)
+        if world.recorder is not None:
+            world.recorder.made(self.stats)
         self._started = Lane(started, ordered, self.stats)
         self._inside = Lane(ordered, ordered, self.stats)
         self._host = data.transport(settings, self.stats, len(set(self.nodes)))
         self._transports: dict[str, Transport] = {}
         self._scratch: dict[tuple[str, str, int], Any] = {}
         self._taken = 0
+        self._parts: list[Comm] = []
         self.door = Door()
         self.closed = False
         self.mark = ""
@@ -106,8 +111,7 @@ class Comm:
         """Return a new Comm of the ranks of an mpi4py communicator, which stays the caller's."""
         from relaxmpi.primitives.start import prepare
 
-        settings = Settings.read(timeout=timeout)
-        return cls(prepare(mpi, settings), settings)
+        return cls(*prepare(mpi, Settings.read(timeout=timeout)))
 
     @property
     def mpi(self) -> MPI.Intracomm:
@@ -145,7 +149,7 @@ class Comm:
     def _meet(self, what: str) -> None:
         """Wait for all ranks, as every call does, before MPI's own blocking calls."""
         with self.door(what):
-            self.submit(Call((what,)), _nothing()).wait()
+            self.submit(Call((what,)), nothing()).wait()
 
     def progress(self) -> None:
         """Move what can be moved without waiting; call it between pieces of computation."""
@@ -165,7 +169,33 @@ class Comm:
 
     def compute(self, seconds: float) -> None:
         """Take the time that a computation of `seconds` would take, leaving the cores free."""
+        recorder = self._world.recorder
+        if recorder is None:
+            self._world.compute(seconds)
+            return
+        recorder.enter()
+        begin = self._world.now()
         self._world.compute(seconds)
+        recorder.computed(begin, self._world.now())
+        recorder.leave()
+
+    def trace(self, path: str | os.PathLike[str] | None = None) -> Trace:
+        """Return a context manager that records what the ranks do; see `Trace`.
+
+        Args:
+            path: Where to draw a timeline of it; None draws none.
+        """
+        from relaxmpi.primitives.trace import Trace
+
+        return Trace(self._world, lambda: self._meet("trace"), path)
+
+    def sent(self) -> int:
+        """Return the payload bytes that this rank has sent, also by the parts of a Hierarchy."""
+        return self.stats.payload_bytes + sum(part.sent() for part in self._parts)
+
+    def priced(self, thing: T) -> T:
+        """Return a codec or a device whose work takes the time that it takes in this world."""
+        return self._world.priced(thing)
 
     def close(self) -> None:
         """Give the private communicators back. Never communicates; a second call does nothing.
@@ -217,16 +247,24 @@ class Comm:
 
     def submit(self, call: Call, flow: Flow[T]) -> Work[T]:
         """Append a flow to the stream; its agreement is posted now."""
-        queue = self.queue
+        queue, recorder = self.queue, self._world.recorder
         if self.closed or queue.broken is not None or queue.inside():
             raise self._unusable(call)
+        if recorder is not None:
+            recorder.enter()
+        what = call.what
         if self.mark:
-            call.what = (*call.what, self.mark)
+            call.what = (*what, self.mark)
         if self.rehearsed:
-            flow = _before(self._started.post(call, first=False), flow, call)
+            flow = before(self._started.post(call, first=False), flow, call)
         else:
-            flow = _after(self._started.post(call), flow)
-        return queue.submit(flow, call.__str__, self._notices)
+            flow = after(self._started.post(call), flow)
+        if recorder is not None:
+            flow = recorder.call(self, what, flow)
+        work = queue.submit(flow, call.__str__, self._notices)
+        if recorder is not None:
+            recorder.leave()
+        return work
 
     def _unusable(self, call: Call) -> RelaxError:
         if self.closed:
@@ -245,7 +283,11 @@ class Comm:
                 f"{call} inside a primitive of another Comm would hang: the two streams know "
                 "nothing of each other; use one Comm, or comm.by_node()"
             )
-        return (yield from _after(self._inside.post(call), flow))
+        flow = after(self._inside.post(call), flow)
+        recorder = self._world.recorder
+        if recorder is not None:
+            flow = recorder.call(self, call.what, flow, inner=True)
+        return (yield from flow)
 
     @property
     def layout(self) -> str:
@@ -275,24 +317,3 @@ class Comm:
         step = self.steps[name]
         self.steps[name] = step + 1
         return step
-
-
-def _after(agreement: Flow[None], flow: Flow[T]) -> Flow[T]:
-    try:
-        yield from agreement
-    except BaseException:
-        flow.close()
-        raise
-    return (yield from flow)
-
-
-def _before(agreement: Flow[None], flow: Flow[T], call: Call) -> Flow[T]:
-    if call.refusal is not None:
-        raise call.refusal  # the peers are in the middle of this call
-    result = yield from flow
-    yield from agreement
-    return result
-
-
-def _nothing() -> Flow[None]:
-    yield from ()

@@ -44,6 +44,7 @@ class Hierarchy(Comm):
         self.local = self._part(self.nodes[self.rank])
         slot = self.local.rank
         self.cross = self._split(slot if slot < self.shares else None, self.rank, self.queue)
+        self._parts = [part for part in (self.local, self.cross) if part is not None]
 
     def _part(self, color: int) -> Comm:
         part = self._split(color, self.rank, self.queue)

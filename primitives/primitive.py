@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, TypeVar
 
+from relaxmpi.primitives.agreement import nothing
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.door import Door
 from relaxmpi.primitives.work import Flow, Work
@@ -64,7 +65,7 @@ class Primitive(Generic[P, T]):
         try:
             flow, refusal = self._build(comm, *args, **kwargs), None
         except Exception as error:
-            flow, refusal = _nothing(), error
+            flow, refusal = nothing(), error
         return comm.submit(Call((self.__name__,), refusal), flow)
 
 
@@ -88,7 +89,7 @@ class Verb(Primitive[P, T]):
         try:
             return self._plan(comm, *args, **kwargs)
         except Exception as error:
-            return Plan(Call((self.__name__,), error), _nothing())
+            return Plan(Call((self.__name__,), error), nothing())
 
 
 def primitive(build: Callable[Concatenate[Comm, P], Flow[T]]) -> Primitive[P, T]:
@@ -111,10 +112,6 @@ def primitive(build: Callable[Concatenate[Comm, P], Flow[T]]) -> Primitive[P, T]
         (array([1.]), array([0.]))
     """
     return Primitive(build)
-
-
-def _nothing() -> Flow[Any]:
-    yield from ()
 
 
 def door_of(comm: Comm, verb: str) -> Door:

@@ -19,7 +19,9 @@ class Settings:
         timeout: Seconds the operation at the head of a Comm may wait for its peers.
         warn_after: Seconds after which a waiting rank says so, and asks who else waits.
         max_message: Bytes of the largest single MPI message; longer buffers go in pieces.
-        segment: Bytes of the pieces sent between nodes, below MPI's rendezvous threshold.
+        segment: Bytes of the pieces sent between nodes; the smallest of any rank holds. 0: half
+            of MPI's rendezvous threshold, which is 1 MiB where `Comm.world()` started Open MPI
+            and could raise it, and taken for 64 KiB elsewhere.
         ranks_per_node: Pretend that nodes hold this many consecutive ranks (0: ask the hosts).
 
     Example:
@@ -30,15 +32,16 @@ class Settings:
     timeout: float = 60.0
     warn_after: float = 10.0
     max_message: int = 2**30
-    segment: int = 32 * 1024
+    segment: int = 0
     ranks_per_node: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "warn_after", "max_message", "segment"):
+        for name in ("timeout", "warn_after", "max_message"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{_PREFIX}{name.upper()} must be above zero")
-        if self.ranks_per_node < 0:
-            raise ValueError(f"{_PREFIX}RANKS_PER_NODE must not be negative (0 asks the hosts)")
+        for name, meaning in (("ranks_per_node", "asks the hosts"), ("segment", "asks MPI")):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_PREFIX}{name.upper()} must not be negative (0 {meaning})")
 
     @classmethod
     def read(

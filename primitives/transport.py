@@ -7,7 +7,21 @@ from typing import Any, Protocol
 
 from relaxmpi.primitives.ops import Op
 
-__all__ = ["Every", "Request", "Transport"]
+__all__ = ["Every", "Request", "Transport", "pieces_of"]
+
+# Bytes of a piece of a long reduction: enough for what its messages and their agreement cost.
+_PIECE = 2048 * 1024
+_MOST_PIECES = 8
+
+
+def pieces_of(nbytes: float, nodes: int) -> int:
+    """In how many pieces a reduction of so many bytes goes: several between nodes, if long.
+
+    Example:
+        >>> pieces_of(2**24, 2), pieces_of(2**22, 2), pieces_of(2**24, 1)
+        (8, 2, 1)
+    """
+    return max(1, min(_MOST_PIECES, int(nbytes) // _PIECE)) if nodes > 1 else 1
 
 
 class Request(Protocol):
@@ -41,7 +55,12 @@ class Transport(Protocol):
 
     Messages between two ranks arrive in the order they were sent, so flows, which run in the
     same order everywhere, need no tags.
+
+    Attributes:
+        longest: Bytes of the longest single message; longer buffers are cut.
     """
+
+    longest: int
 
     def isend(self, data: Any, dest: int) -> Request:
         """Start sending the bytes of `data`."""

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.settings import Settings
 from relaxmpi.primitives.stats import Stats
-from relaxmpi.primitives.transport import Request
+from relaxmpi.primitives.transport import Request, pieces_of
 
 __all__ = ["MpiTransport"]
 
@@ -19,8 +19,6 @@ _TAG = 1
 # Iallreduce. Fixed numbers, because the two add in different orders and so differ in bits.
 _DIRECT_OF_TWO = 256 * 1024
 _DIRECT = 2 * 1024 * 1024
-_PIECE = 1024 * 1024
-_MOST_PIECES = 8
 _FLOATS = {"float32", "float64", "complex64", "complex128"}
 _INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _MPI_OP = {Op.SUM: MPI.SUM, Op.MEAN: MPI.SUM, Op.MAX: MPI.MAX, Op.MIN: MPI.MIN}
@@ -61,12 +59,12 @@ class MpiTransport:
 
     def __init__(self, mpi: MPI.Intracomm, settings: Settings, stats: Stats, nodes: int) -> None:
         self._mpi, self._stats, self._nodes = mpi, stats, nodes
-        self._longest = settings.max_message
-        self._piece = min(settings.segment, self._longest) if nodes > 1 else self._longest
+        self._most = settings.max_message
+        self.longest = min(settings.segment, self._most) if nodes > 1 else self._most
 
     def isend(self, data: Any, dest: int) -> Request:
         """Start sending the bytes of `data`."""
-        mpi, raw, piece = self._mpi, data.view(np.uint8), self._piece
+        mpi, raw, piece = self._mpi, data.view(np.uint8), self.longest
         size = raw.size
         self._stats.payload_bytes += size
         self._stats.messages += 1
@@ -77,7 +75,7 @@ class MpiTransport:
 
     def irecv(self, data: Any, source: int) -> Request:
         """Start receiving exactly the bytes of `data`."""
-        mpi, raw, piece = self._mpi, data.view(np.uint8), self._piece
+        mpi, raw, piece = self._mpi, data.view(np.uint8), self.longest
         if raw.size <= piece:
             return _One(mpi.Irecv(raw, source, _TAG), raw)
         cuts = range(0, raw.size, piece)
@@ -86,11 +84,11 @@ class MpiTransport:
     def ibroadcast(self, data: Any, root: int) -> Request:
         """Start a broadcast of the bytes of `data`."""
         raw = data.view(np.uint8)
-        cuts = range(0, raw.size, self._longest)
+        cuts = range(0, raw.size, self._most)
         if self._mpi.rank == root:
             self._stats.payload_bytes += raw.size
             self._stats.messages += len(cuts)
-        return _Many([self._mpi.Ibcast(raw[i : i + self._longest], root) for i in cuts], raw)
+        return _Many([self._mpi.Ibcast(raw[i : i + self._most], root) for i in cuts], raw)
 
     def sums(self, data: Any, dtype: str, op: Op) -> bool:
         """Whether MPI reduces: on one node, up to the size where direct exchange is faster."""
@@ -101,9 +99,7 @@ class MpiTransport:
 
     def pieces(self, data: Any) -> int:
         """In how many pieces a reduction of `data` should go: several between nodes, if long."""
-        if self._nodes == 1:
-            return 1
-        return max(1, min(_MOST_PIECES, int(data.nbytes) // _PIECE))
+        return pieces_of(data.nbytes, self._nodes)
 
     def ireduce(self, data: Any, out: Any, op: Op) -> Request:
         """Start an all-reduce; counted as the bytes that a bandwidth-optimal one sends."""

@@ -257,10 +257,16 @@ class Coded:
             self._device.copy(out, self._device.cast(total, self.work, self._dtype))
 
 
-def wire_for(flat: Flat, codec: Codec | ErrorFeedback | None, key: Key, scratch: Scratch) -> Wire:
-    """Return the wire of one call."""
+def wire_for(
+    flat: Flat,
+    codec: Codec | ErrorFeedback | None,
+    key: Key,
+    scratch: Scratch,
+    priced: Callable[[Codec], Codec] = lambda codec: codec,
+) -> Wire:
+    """Return the wire of one call, on which a codec's work has the price it has in its world."""
     if codec is None:
         return Plain(flat.device, flat.dtype, scratch)
     if isinstance(codec, ErrorFeedback):
-        return Coded(flat.device, flat.dtype, codec.codec, codec, key, scratch)
-    return Coded(flat.device, flat.dtype, codec, None, key, scratch)
+        return Coded(flat.device, flat.dtype, priced(codec.codec), codec, key, scratch)
+    return Coded(flat.device, flat.dtype, priced(codec), None, key, scratch)

@@ -244,16 +244,25 @@ class Queue:
                 f"{work.call()}: a blocking call inside a primitive would wait for itself; "
                 "write `yield from verb.flow(...)` there"
             )
+        recorder = self._world.recorder
+        if recorder is not None:
+            recorder.enter()
         begin = self.now()
-        while not work._done:
-            with self._lock:
-                waited = self._move() - begin
-            if work._done:
-                break
-            if timeout is not None and waited > timeout:
-                raise TimeoutError(f"{work.call()} was not done after {timeout:g} s; still pending")
-            self._world.rest(self, waited, timeout)
-        self._stats.waited += self.now() - begin
+        try:
+            while not work._done:
+                with self._lock:
+                    waited = self._move() - begin
+                if work._done:
+                    break
+                if timeout is not None and waited > timeout:
+                    late = f"{work.call()} was not done after {timeout:g} s; still pending"
+                    raise TimeoutError(late)
+                self._world.rest(self, waited, timeout)
+        finally:
+            end = self.now()
+            self._stats.waited += end - begin
+            if recorder is not None:
+                recorder.waited(begin, end, work.call)
 
     def _move(self) -> float:
         for queue in self.together:

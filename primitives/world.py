@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from relaxmpi.primitives.transport import Request, Transport
 
@@ -12,12 +12,15 @@ if TYPE_CHECKING:
     from collections.abc import MutableSet
 
     from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.schedules import FlatSchedule
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.stats import Stats
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["Link", "World", "enter", "entered"]
+
+T = TypeVar("T")
 
 _here = threading.local()
 
@@ -57,6 +60,7 @@ class World(Protocol):
         comms: Comms of this process or simulated rank that are open, for its exit.
         look: Seconds between two looks that count as waiting: a peer must not be blamed for a
             pause on this rank.
+        recorder: Who listens to all Comms of this process or simulated rank, if anybody does.
     """
 
     rank: int
@@ -67,6 +71,19 @@ class World(Protocol):
     @property
     def look(self) -> float:
         """See above."""
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """See above."""
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have a recorder listen from now on, or nobody."""
+
+    def gather(self, thing: Any) -> list[Any] | None:
+        """Return on rank 0 what every rank gives, by rank; collective, and not for data."""
+
+    def clock_offset(self) -> float:
+        """Return the seconds by which rank 0's clock is ahead of this rank's; collective."""
 
     @property
     def mpi(self) -> Any:
@@ -89,6 +106,9 @@ class World(Protocol):
 
     def compute(self, seconds: float) -> None:
         """Take the time that a computation of `seconds` takes."""
+
+    def priced(self, thing: T) -> T:
+        """Return a codec or a device whose work takes the time that it takes here."""
 
     def polled(self) -> None:
         """Take note that this rank has looked whether something had moved."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mpi4py import MPI
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from relaxmpi.primitives.background import Background
     from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.stats import Stats
     from relaxmpi.primitives.work import Queue
@@ -25,14 +26,17 @@ if TYPE_CHECKING:
 __all__ = ["MpiWorld", "open_comms"]
 
 _NOTICE = 2
+_COMPARISONS = 20
 
 # Sleeping costs a wake-up per step of a collective; yielding costs nobody who has work to do.
-_SPIN = 1e-2
+_SPIN = 2e-3
 # Where every rank has a core, giving it away while the peer answers only costs.
 _ALONE = 1e-4
 _SLEEP = 2e-3  # of the time waited so far
 _LONGEST_SLEEP = 5e-4
 _LISTEN = 1e-3
+
+T = TypeVar("T")
 
 # Every Comm that was not closed: at exit its peers are told.
 open_comms: set[Comm] = set()
@@ -93,6 +97,7 @@ class MpiWorld:
 
     comms: MutableSet[Comm] = open_comms
     look = 0.1
+    recorder: Recorder | None = None
 
     def __init__(self, mpi: MPI.Intracomm, nodes: tuple[int, ...], *, owned: bool = False) -> None:
         self.mpi, self.nodes, self._owned = mpi, nodes, owned
@@ -123,6 +128,41 @@ class MpiWorld:
         if self._owned:
             self.mpi.Free()
 
+    def record(self, recorder: Recorder | None) -> None:
+        """See `World`: of this process."""
+        MpiWorld.recorder = recorder
+
+    def gather(self, thing: Any) -> list[Any] | None:
+        """See `World`."""
+        return self.mpi.gather(thing)
+
+    def clock_offset(self) -> float:
+        """See `World`: the ranks of one host share a clock, so the first rank of each asks."""
+        mpi, offset = self.mpi.Dup(), 0.0
+        firsts = [self.nodes.index(node) for node in self.nodes]
+        for first in sorted(set(firsts) - {0}):
+            if self.rank == first:
+                offset = self._compared(mpi)
+            elif self.rank == 0:
+                for _ in range(_COMPARISONS):
+                    mpi.recv(source=first)
+                    mpi.send(self.now(), first)
+        offsets: list[float] = mpi.allgather(offset)
+        mpi.Free()
+        return offsets[firsts[self.rank]]
+
+    def _compared(self, mpi: MPI.Intracomm) -> float:
+        """Ask rank 0 for its time: it is that of halfway between the question and the answer."""
+        fastest, offset = float("inf"), 0.0
+        for _ in range(_COMPARISONS):
+            begin = self.now()
+            mpi.send(None, 0)
+            theirs: float = mpi.recv(source=0)
+            end = self.now()
+            if end - begin < fastest:
+                fastest, offset = end - begin, theirs - (begin + end) / 2
+        return offset
+
     now = staticmethod(time.perf_counter)
 
     def listen(self, until: float) -> None:
@@ -132,6 +172,10 @@ class MpiWorld:
     def compute(self, seconds: float) -> None:
         """Sleep as long as the computation takes, leaving the cores free."""
         time.sleep(seconds)
+
+    def priced(self, thing: T) -> T:
+        """See `World`: the real thing takes real time."""
+        return thing
 
     def polled(self) -> None:
         """Real time passes by itself."""

@@ -280,7 +280,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch, capsys):
     assert doctor.examine([check_moon])[0].text == "cannot be checked: KeyError: 'tide'"
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     monkeypatch.setattr(doctor, "examine", lambda: [ok("a", "fine"), doctor.bad("b", "no", "do")])
-    assert doctor.run(argparse.Namespace(json=False)) == 1
+    assert doctor.run(argparse.Namespace(json=False, network=False)) == 1
     assert capsys.readouterr().out.splitlines() == [
         "OK    a  fine",
         "bad   b  no",

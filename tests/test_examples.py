@@ -42,6 +42,33 @@ def test_train_digits(launch, n, algorithm):
     assert f"{algorithm}:" in result.stderr, "a progress bar"
 
 
+@pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (2, "qsgd8"), (3, "sign")])
+def test_char_lm(launch, n, algorithm):
+    small = "--steps 12 --width 32 --layers 1 --context 32".split()
+    script = EXAMPLES / "char_lm.py"
+    result = launch(script, n, "--algorithm", algorithm, *small, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"{n} ranks, {algorithm}: "), "rank 0 alone prints"
+    assert "equal on all ranks: yes" in result.stdout
+    bits = float(re.search(r"([0-9.]+) bits per character", result.stdout)[1])
+    assert 2 < bits < 6, "all characters alike take 6.6 bits"
+    sent = int(re.search(r"([0-9,]+) bytes", result.stdout)[1].replace(",", ""))
+    assert (sent == 0) == (n == 1)
+    assert f"{algorithm}:" in result.stderr, "a progress bar"
+
+
+@pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (3, "qsgd4")])
+def test_cnn_lstm(launch, n, algorithm):
+    pytest.importorskip("mlxtend")
+    script = EXAMPLES / "cnn_lstm.py"
+    result = launch(script, n, "--algorithm", algorithm, "--epochs", "1", timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"{n} ranks, {algorithm}: "), "rank 0 alone prints"
+    assert "equal on all ranks: yes" in result.stdout
+    assert accuracies(result.stdout)[0] > 40
+    assert f"{algorithm}, epoch 1:" in result.stderr, "a progress bar"
+
+
 def test_the_demo_starts_its_own_ranks_and_shows_where_low_precision_wins(tmp_path):
     pytest.importorskip("mlxtend")
     pytest.importorskip("matplotlib")

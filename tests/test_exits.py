@@ -243,7 +243,7 @@ def test_settings_that_differ_between_ranks(launch):
         """
 import os
 from mpi4py import MPI
-os.environ["RELAXMPI_SEGMENT"] = str(1000 + MPI.COMM_WORLD.rank)
+os.environ["RELAXMPI_MAX_MESSAGE"] = str(1000 + MPI.COMM_WORLD.rank)
 import relaxmpi as rx
 try:
     rx.Comm.world()
@@ -252,7 +252,7 @@ except rx.MismatchError as error:
 """,
         2,
     )
-    assert done.stdout.count("RELAXMPI_SEGMENT") == 2
+    assert done.stdout.count("RELAXMPI_MAX_MESSAGE") == 2
 
 
 def test_a_forked_child_does_not_end_the_job(launch):

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.simulation.fabric import Fabric
-from relaxmpi.primitives.simulation.scheduler import Rank
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
+from relaxmpi.primitives.simulation.tree import told
 
-__all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive", "Ticket"]
+__all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive"]
 
 
 class _Done:
@@ -40,42 +41,52 @@ class Truncated(RelaxError):
         return 15
 
 
-class Ticket:
-    """A request of one rank that something completes later."""
-
-    __slots__ = ("done", "rank")
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank, self.done = rank, False
-
-    def test(self) -> bool:
-        """Whether it has completed."""
-        return self.done
-
-
 class Receive(Ticket):
-    """A receive: the bytes are put in place when the rank looks, at the cost of a message."""
+    """A receive: the bytes are put in place when the rank looks.
 
-    __slots__ = ("_data", "_fabric", "_parcel", "cost")
+    What the message costs the processor is done when it arrives, if the rank is in a call, one
+    message after the other; otherwise when the rank looks.
+    """
+
+    __slots__ = ("_data", "_fabric", "_finish", "_parcel", "extra", "source")
 
     def __init__(self, rank: Rank, data: Any, fabric: Fabric) -> None:
         super().__init__(rank)
         self._data, self._fabric = data, fabric
         self._parcel: Parcel | None = None
-        self.cost = 0.0
+        self._finish = self.extra = 0.0
+        self.source: Rank | None = None
 
-    def fill(self, time: float, parcel: Parcel) -> None:
-        """The bytes have arrived."""
+    def fill(self, time: float, parcel: Parcel, spread: float = 0.0) -> None:
+        """The bytes have arrived, the first piece `spread` seconds before the last."""
         self._parcel, self.done = parcel, True
-        self._fabric.scheduler.completed(self.rank, self, time)
+        rank, fabric = self.rank, self._fabric
+        if rank.inside:
+            cost = self._cost(parcel, time)
+            rank.stolen += cost
+            begin = max(time - spread, rank.busy, rank.clock, rank.held)
+            time = self._finish = rank.busy = max(begin + cost, time + cost / parcel.pieces)
+        fabric.scheduler.completed(rank, self, time)
+
+    def missing(self) -> list[int]:
+        """The rank that has not sent."""
+        return [] if self.source is None else [self.source.index]
+
+    def _cost(self, parcel: Parcel, time: float) -> float:
+        fabric = self._fabric
+        cost = self.extra + parcel.pieces * fabric.network.receive_cost
+        return cost * fabric.fates.slowness(self.rank.index, time)
 
     def test(self) -> bool:
         """Whether the bytes are in place."""
         parcel = self._parcel
         if parcel is not None:
             self._parcel = None
-            cost = self.cost or parcel.pieces * self._fabric.network.receive_cost
-            self._fabric.cost(self.rank, cost)
+            rank = self.rank
+            if self._finish:
+                rank.clock = max(rank.clock, self._finish)
+            else:
+                rank.clock += self._cost(parcel, rank.clock)
             if len(parcel.data) != len(self._data):
                 raise Truncated(
                     f"a message of {len(parcel.data)} bytes met a receive of {len(self._data)}"
@@ -111,7 +122,12 @@ class Pipe:
         self._count = number + 1
         if parcel.sent is None:
             self._fabric.send(
-                self._src, self._dest, parcel.size, time, lambda t: self._land(t, number, parcel)
+                self._src,
+                self._dest,
+                parcel.size,
+                parcel.pieces,
+                time,
+                lambda t: self._land(t, number, parcel),
             )
         else:
             latency = self._fabric.latency(self._src.index, self._dest.index)
@@ -128,30 +144,43 @@ class Pipe:
         while (following := self._early.pop(self._expected, None)) is not None:
             self._expected += 1
             if self._posted:
-                self._match(time, self._posted.popleft(), following)
+                self._match(time, self._posted.popleft(), following, new=True)
             else:
                 self._arrived.append(following)
         return True
 
     def receive(self, request: Receive, time: float) -> None:
         """Take the next message, now or when it comes."""
+        request.source = self._src
         if self._arrived:
             self._match(time, request, self._arrived.popleft())
         else:
             self._posted.append(request)
 
-    def _match(self, time: float, request: Receive, parcel: Parcel) -> None:
+    def _spread(self, parcel: Parcel) -> float:
+        src, dest = self._src.index, self._dest.index
+        return self._fabric.spread(src, dest, parcel.size, parcel.pieces)
+
+    def _match(self, time: float, request: Receive, parcel: Parcel, *, new: bool = False) -> None:
         sent = parcel.sent
         if sent is None:
-            request.fill(time, parcel)
+            request.fill(time, parcel, self._spread(parcel) if new else 0.0)
             return
         # Rendezvous: the receiver, in a call, asks for the bytes; the sender, in a call, sends.
         scheduler, src, dest = self._fabric.scheduler, self._src, self._dest
         back = self._fabric.latency(dest.index, src.index)
 
         def start(now: float) -> None:
-            self._fabric.send(src, dest, parcel.size, now, lambda t: self._end(t, request, parcel))
+            self._fabric.send(
+                src,
+                dest,
+                parcel.size,
+                parcel.pieces,
+                now,
+                lambda t: self._end(t, request, parcel),
+            )
             sent.done = True
+            src.owes(dest.index, now - back)
             scheduler.completed(src, sent, now)
 
         def asked(now: float) -> None:
@@ -162,30 +191,45 @@ class Pipe:
     def _end(self, time: float, request: Receive, parcel: Parcel) -> bool:
         if request.done:
             return False
-        request.fill(time, parcel)
+        request.fill(time, parcel, self._spread(parcel))
         return True
 
 
 class Meeting:
     """One occasion to which every rank of a channel brings something."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: tuple[Rank, ...]) -> None:
+        self._members = members
         self.brought: dict[int, Any] = {}
         self.tickets: list[Ticket] = []
+        self.came: list[tuple[int, float]] = []  # who brought a ticket, and when
         self.answer: Any = None
-        self.time = 0.0
+        self.time, self.last = 0.0, 0
+
+    def missing(self) -> list[int]:
+        """The ranks that have not come yet."""
+        return [m.index for r, m in enumerate(self._members) if r not in self.brought]
 
 
 class Channel:
     """The state that the ranks' links of one number share."""
 
-    def __init__(self, fabric: Fabric, members: tuple[Rank, ...]) -> None:
+    def __init__(
+        self, fabric: Fabric, members: tuple[Rank, ...], forget: Callable[[], object]
+    ) -> None:
         self.fabric, self.members = fabric, members
-        self.nodes = len({fabric.nodes[rank.index] for rank in members})
+        self._places = [fabric.nodes[rank.index] for rank in members]
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in members]
-        self.freed = 0
+        self._freed = 0
+        self._forget = forget
         self._pipes: dict[tuple[int, int, bool], Pipe] = {}
         self._meetings: dict[tuple[str, int], Meeting] = {}
+
+    def free(self) -> None:
+        """Count a rank that has given its end back; after the last one nothing is kept."""
+        self._freed += 1
+        if self._freed == len(self.members):
+            self._forget()
 
     def pipe(self, source: int, dest: int, tree: bool = False) -> Pipe:
         """Return the messages from one member to another: of primitives, or of broadcasts."""
@@ -209,17 +253,30 @@ class Channel:
         """Bring something to a meeting; the last rank to come closes it."""
         meeting = self._meetings.get((kind, number))
         if meeting is None:
-            meeting = self._meetings[kind, number] = Meeting()
+            meeting = self._meetings[kind, number] = Meeting(self.members)
         meeting.brought[me] = what
         meeting.tickets.append(ticket)
-        meeting.time = max(meeting.time, self.members[me].clock)
+        meeting.came.append((me, self.members[me].clock))
+        if self.members[me].clock >= meeting.time:
+            meeting.time, meeting.last = self.members[me].clock, self.members[me].index
         if len(meeting.brought) == len(self.members):
             del self._meetings[kind, number]
             close(meeting)
         return meeting
 
-    def dissolve(self, time: float, meeting: Meeting) -> None:
-        """Complete a meeting for all ranks at once."""
-        for ticket in meeting.tickets:
+    def tell(self, meeting: Meeting, seconds: float = 0.0) -> None:
+        """Complete a meeting to which all have come: for each rank when the tree reaches it."""
+        scheduler = self.fabric.scheduler
+        arrivals = [time for _, time in sorted(meeting.came)]
+        ends = told(self.fabric.network, self._places, arrivals)
+        groups: dict[float, list[Ticket]] = {}
+        for (me, _), ticket in zip(meeting.came, meeting.tickets, strict=True):
+            groups.setdefault(ends[me] + seconds, []).append(ticket)
+        for time, tickets in groups.items():
+            scheduler.at(max(time, meeting.time), self._complete, tickets, meeting)
+
+    def _complete(self, time: float, tickets: list[Ticket], meeting: Meeting) -> None:
+        for ticket in tickets:
             ticket.done = True
+            ticket.rank.owes(meeting.last, meeting.time)
             self.fabric.scheduler.completed(ticket.rank, ticket, time)

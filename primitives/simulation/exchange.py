@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from relaxmpi.primitives.simulation.channel import Channel, Meeting, Parcel, Ticket
-
-if TYPE_CHECKING:
-    from relaxmpi.primitives.simulation.scheduler import Rank
+from relaxmpi.primitives.recorder import Message
+from relaxmpi.primitives.simulation.channel import Channel, Meeting, Parcel
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 
 __all__ = ["Exchange"]
 
@@ -29,13 +28,14 @@ class Exchange(Ticket):
     else travels meanwhile comes before or after all of them.
     """
 
-    __slots__ = ("_begin", "_channel", "_me", "_meeting", "_tail", "expected")
+    __slots__ = ("_channel", "_expected", "_me", "_meeting", "_tail", "last")
 
     def __init__(self, channel: Channel, rank: Rank, me: int, expected: int) -> None:
         super().__init__(rank)
-        self._channel, self._me, self.expected = channel, me, expected
+        self._channel, self._me, self._expected = channel, me, expected
         self._meeting: Meeting | None = None
         self._tail = 0.0
+        self.last: Message | None = None  # for this rank, to arrive
 
     def start(self, number: int, parcels: dict[int, Parcel]) -> None:
         """Hand in this rank's messages; they are copies already."""
@@ -46,17 +46,21 @@ class Exchange(Ticket):
         fabric.grouped += len(parcels)
         part = _Part(parcels, begin, rank.clock, slowness)
         self._meeting = self._channel.meet("exchange", number, self._me, self, part, _close)
-        self.done = not self.expected
+        self.done = not self._expected
 
     def arrive(self, time: float, tail: float) -> None:
         """All messages for this rank have arrived; `tail` is left for its processor to do."""
         fabric = self._channel.fabric
-        fabric.grouped -= self.expected
+        fabric.grouped -= self._expected
         if self.rank.dead:
-            fabric.dropped += self.expected
+            fabric.dropped += self._expected
         else:
-            fabric.received += self.expected
+            fabric.received += self._expected
         self._tail, self.done = tail, True
+        if self.last is not None:
+            self.rank.owes(self.last.source, self.last.sent)
+            if self.last.source in fabric.recorders:
+                fabric.recorders[self.last.source].messages.append(self.last)
         fabric.scheduler.completed(self.rank, self, time)
 
     def test(self) -> bool:
@@ -65,6 +69,10 @@ class Exchange(Ticket):
             self.rank.clock += self._tail
             self._tail = 0.0
         return self.done
+
+    def missing(self) -> list[int]:
+        """The ranks that have not handed in."""
+        return [] if self._meeting is None else self._meeting.missing()
 
     def take(self, source: int) -> Any:
         """Return what a rank has sent here: not a copy, and read by others, too, in a gather."""
@@ -75,14 +83,19 @@ class Exchange(Ticket):
 def _close(meeting: Meeting) -> None:
     tickets = {ticket._me: ticket for ticket in meeting.tickets if isinstance(ticket, Exchange)}
     channel = next(iter(tickets.values()))._channel
-    arrivals, tails = _reckon(channel, [meeting.brought[r] for r in range(len(tickets))])
+    parts = [meeting.brought[r] for r in range(len(tickets))]
+    arrivals, tails, lasts = _reckon(channel, parts)
+    for last in lasts:
+        tickets[last.dest].last = last._replace(
+            source=channel.members[last.source].index, dest=channel.members[last.dest].index
+        )
     for r, ticket in sorted(tickets.items()):
         time = max(arrivals[r], meeting.time)
         channel.fabric.scheduler.at(time, ticket.arrive, max(0.0, arrivals[r] + tails[r] - time))
 
 
-def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[float]]:
-    """Return when the last message for each rank arrives, and what its processor then has left."""
+def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[float], list[Message]]:
+    """Return when each rank has all messages, its processor's work then, and the last of them."""
     fabric, net = channel.fabric, channel.fabric.network
     begins = np.array([part.begin for part in parts])
     ready = np.array([part.ready for part in parts])
@@ -91,27 +104,30 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
     dest = np.array([r for part in parts for r in part.parcels], "i8")
     sent = [parcel for part in parts for parcel in part.parcels.values()]
     arrivals, done = ready.copy(), ready.copy()
+    lasts = []
     if sent:
         size = np.array([parcel.size for parcel in sent])
         pieces = np.array([parcel.pieces for parcel in sent])
         costs = pieces * net.send_cost * slow[source]
-        inject = begins[source] + _running(costs, source)
+        inject = begins[source] + _running(costs, source) - costs + costs / pieces
         index = np.array([rank.index for rank in channel.members])
         node = np.array(fabric.nodes)[index]
         near = node[source] == node[dest]
         latency = np.where(near, net.local_latency, net.latency)
         waits = np.array([parcel.sent is not None for parcel in sent])
         asked = np.maximum(inject + latency, begins[dest]) + latency
-        inject = np.where(waits, asked, inject)
+        given, inject = inject, np.where(waits, asked, inject)
         packets = np.ceil(size / net.packet) * net.overhead
         takes_up = np.where(near, size / net.local_bandwidth, (size + packets) / net.bandwidth)
         takes_down = np.where(near, takes_up, (size + packets) / net.down_bandwidth)
+        takes_up = np.maximum(takes_up, (pieces - 1) * net.send_cost + takes_up / pieces)
         begin = inject.copy()
         for mask, port, links in (
             (~near, node[source], fabric.up),
             (near, index[source], fabric.out),
         ):
             _queue(mask, port, inject, takes_up, links, begin)
+        left = begin
         first, last = begin + latency, begin + takes_up + latency
         begin = first.copy()
         for mask, port, links in (
@@ -121,15 +137,19 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
             _queue(mask, port, first, takes_down, links, begin)
         arrive = np.maximum(begin + takes_down, last)
         np.maximum.at(arrivals, dest, arrive)
-        # Ranks look for messages in the order of their senders.
-        order = np.lexsort((source, dest))
+        order = np.lexsort((arrive, dest))
         work = pieces * net.receive_cost * slow[dest]
+        first = arrive - takes_down * (1 - 1 / pieces)
+        last = arrive + work / pieces
         for r, lo, hi in _runs(dest[order]):
             here = order[lo:hi]
             after = np.cumsum(work[here])
-            start = np.maximum.accumulate(np.maximum(arrive[here], ready[r]) - (after - work[here]))
-            done[r] = start[-1] + after[-1]
-    return arrivals.tolist(), np.maximum(done - arrivals, 0.0).tolist()
+            start = np.maximum.accumulate(np.maximum(first[here], ready[r]) - (after - work[here]))
+            done[r] = max(start[-1] + after[-1], last[here].max())
+            times = (size, given, left, takes_up, takes_down, arrive)
+            k = here[-1]
+            lasts.append(Message(int(source[k]), r, *(float(which[k]) for which in times)))
+    return arrivals.tolist(), np.maximum(done - arrivals, 0.0).tolist(), lasts
 
 
 def _running(values: Any, group: Any) -> Any:

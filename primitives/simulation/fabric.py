@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from relaxmpi.primitives.recorder import Message, Recorder
 from relaxmpi.primitives.simulation.faults import Fates
 from relaxmpi.primitives.simulation.network import Network
-from relaxmpi.primitives.simulation.scheduler import Rank, Scheduler
+from relaxmpi.primitives.simulation.rank import Rank
+from relaxmpi.primitives.simulation.scheduler import Scheduler
 
 __all__ = ["Counts", "Fabric", "Flight"]
 
@@ -37,19 +39,33 @@ class Counts(NamedTuple):
 class Flight:
     """One message under way, or a copy of it."""
 
-    __slots__ = ("arrive", "delay", "dest", "dropped", "size", "source")
+    __slots__ = (
+        "arrive",
+        "delay",
+        "dest",
+        "dropped",
+        "left",
+        "pieces",
+        "sent",
+        "size",
+        "source",
+        "up",
+    )
 
     def __init__(
         self,
         source: int,
         dest: int,
         size: float,
+        pieces: int,
         arrive: Callable[[float], bool],
         dropped: bool,
         delay: float,
+        sent: float,
     ) -> None:
-        self.source, self.dest, self.size, self.arrive = source, dest, size, arrive
-        self.dropped, self.delay = dropped, delay
+        self.source, self.dest, self.size, self.pieces = source, dest, size, pieces
+        self.arrive, self.dropped, self.delay, self.sent = arrive, dropped, delay, sent
+        self.left = self.up = 0.0  # when its first byte left, and for how long it kept the link
 
 
 class Fabric:
@@ -65,6 +81,7 @@ class Fabric:
         self.out, self.into = [0.0] * n, [0.0] * n
         self.sent = self.duplicated = self.received = self.discarded = self.dropped = 0
         self.grouped = 0  # messages of exchanges that are handed in, but not out
+        self.recorders: dict[int, Recorder] = {}
 
     def counts(self) -> Counts:
         """Count now; what is in flight is counted on the heap itself."""
@@ -84,6 +101,7 @@ class Fabric:
         source: Rank,
         dest: Rank,
         size: float,
+        pieces: int,
         time: float,
         arrive: Callable[[float], bool],
     ) -> None:
@@ -92,9 +110,13 @@ class Fabric:
         self.sent += 1
         for later in fate.copies:
             self.duplicated += 1
-            copy = Flight(source.index, dest.index, size, arrive, False, fate.delay)
+            copy = Flight(
+                source.index, dest.index, size, pieces, arrive, False, fate.delay, time + later
+            )
             self._start(time + later, copy, later > 0)
-        flight = Flight(source.index, dest.index, size, arrive, fate.dropped, fate.delay)
+        flight = Flight(
+            source.index, dest.index, size, pieces, arrive, fate.dropped, fate.delay, time
+        )
         if fate.dropped:
             self.scheduler.lossy = True
         self._start(time, flight, False)
@@ -115,7 +137,10 @@ class Fabric:
         else:
             port, links, latency = here, self.up, net.latency
             takes = net.wire_bytes(flight.size) / net.bandwidth
+        # The sender's processor hands over one piece after the other.
+        takes = max(takes, (flight.pieces - 1) * net.send_cost + takes / flight.pieces)
         begin = max(time, links[port])
+        flight.left, flight.up = begin, takes
         links[port] = begin + takes
         self.scheduler.at(begin + latency, self._enter, flight, begin + takes + latency)
 
@@ -123,6 +148,7 @@ class Fabric:
         """The first byte asks for the link down; the last one cannot be there before `last`."""
         if flight.dropped:
             self.dropped += 1
+            self._record(flight, 0.0, None)
             return
         net, there = self.network, self.nodes[flight.dest]
         if there == self.nodes[flight.source]:
@@ -132,15 +158,43 @@ class Fabric:
             takes = net.wire_bytes(flight.size) / net.down_bandwidth
         end = max(time, links[port]) + takes
         links[port] = end
-        self.scheduler.at(max(end, last) + flight.delay, self._arrive, flight)
+        end = max(end, last) + flight.delay
+        self.scheduler.at(end, self._arrive, flight)
+        self._record(flight, takes, end)
+
+    def _record(self, flight: Flight, down: float, arrives: float | None) -> None:
+        recorder = self.recorders.get(flight.source)
+        if recorder is not None:
+            recorder.messages.append(
+                Message(
+                    flight.source,
+                    flight.dest,
+                    flight.size,
+                    flight.sent,
+                    flight.left,
+                    flight.up,
+                    down,
+                    arrives,
+                )
+            )
 
     def _arrive(self, time: float, flight: Flight) -> None:
+        self.scheduler.ranks[flight.dest].owes(flight.source, flight.sent)
         if self.scheduler.ranks[flight.dest].dead:
             self.dropped += 1
         elif flight.arrive(time):
             self.received += 1
         else:
             self.discarded += 1
+
+    def spread(self, source: int, dest: int, size: float, pieces: int) -> float:
+        """Return the seconds from the arrival of a message's first piece to that of its last."""
+        net = self.network
+        if self.nodes[source] == self.nodes[dest]:
+            takes = size / net.local_bandwidth
+        else:
+            takes = net.wire_bytes(size) / net.down_bandwidth
+        return takes * (1 - 1 / pieces)
 
     def latency(self, source: int, dest: int) -> float:
         """Return the seconds that a small message takes."""

@@ -174,7 +174,9 @@ class Kill(RankFault):
 
     Attributes:
         at: Virtual seconds; None: by call.
-        call: Before this call of a verb, counted from 0 over all its Comms; None: by time.
+        call: Before its part in this agreement, counted from 0 over all its Comms: each call of
+            a verb or primitive makes one, also inside a primitive, and so do `dup`, `split` and
+            `by_node`. None: by time.
     """
 
     at: float | None = None

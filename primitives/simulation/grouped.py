@@ -113,10 +113,11 @@ class GroupedSchedule(FlatSchedule):
         if not each:
             return
         parts = [slice(r * each, (r + 1) * each) for r in range(n)]
-        exchange = transport.exchange({r: x[parts[r]] for r in _others(me, n)}, n - 1)
+        others = _others(me, n)
+        exchange = transport.exchange({r: x[parts[r]] for r in others}, n - 1)
         device.copy(out[parts[me]], x[parts[me]])
         yield exchange
-        for r in _others(me, n):
+        for r in others:
             device.copy(out[parts[r]], exchange.take(r))
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relaxmpi.primitives.simulation.channel import DONE, Channel, Meeting, Never, Ticket
+from relaxmpi.primitives.simulation.channel import DONE, Channel, Meeting, Never
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.simulation.transport import SimulatedTransport
 from relaxmpi.primitives.transport import Request
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.settings import Settings
-    from relaxmpi.primitives.simulation.scheduler import Rank
     from relaxmpi.primitives.simulation.world import RankWorld
     from relaxmpi.primitives.stats import Stats
 
@@ -42,6 +42,10 @@ class _Told(Ticket):
             self._meeting = None
         return self.done
 
+    def missing(self) -> list[int]:
+        """The ranks that have not come."""
+        return [] if self._meeting is None else self._meeting.missing()
+
 
 class SimulatedLink:
     """See `Link`. An agreement and a gathering are one event each, with the cost of a tree."""
@@ -50,6 +54,7 @@ class SimulatedLink:
         self.rank, self.size = world.rank, world.size
         self._world, self._channel, self._me = world, channel, world.me
         self._counts: Counter[str] = Counter()
+        self._told: defaultdict[int, deque[bytes]] = defaultdict(deque)
 
     def _join(self, kind: str, mine: Any, all_: Any, seconds: float) -> Request:
         if self._me.dead:
@@ -61,7 +66,7 @@ class SimulatedLink:
         def close(meeting: Meeting) -> None:
             rows = np.stack([meeting.brought[r] for r in range(self.size)])
             meeting.answer = rows.max(axis=0) if kind == "max" else rows
-            channel.fabric.scheduler.at(meeting.time + seconds, channel.dissolve, meeting)
+            channel.tell(meeting, seconds)
 
         told = _Told(me, all_)
         return told.of(channel.meet(kind, number, self.rank, told, mine.copy(), close))
@@ -69,14 +74,12 @@ class SimulatedLink:
     def imax(self, mine: Any, all_: Any) -> Request:
         """See `Link`."""
         self._world.called()
-        seconds = self._channel.fabric.network.agreement(self.size, self._channel.nodes)
-        return self._join("max", mine, all_, seconds)
+        return self._join("max", mine, all_, 0.0)
 
     def igather(self, mine: Any, all_: Any) -> Request:
         """See `Link`."""
         net = self._channel.fabric.network
-        seconds = net.agreement(self.size, self._channel.nodes)
-        seconds += (self.size - 1) * mine.nbytes / min(net.bandwidth, net.down_bandwidth)
+        seconds = (self.size - 1) * mine.nbytes / min(net.bandwidth, net.down_bandwidth)
         return self._join("gather", mine, all_, seconds)
 
     def notify(self, peer: int, message: bytes) -> Request:
@@ -84,10 +87,12 @@ class SimulatedLink:
         fabric, me = self._channel.fabric, self._me
         if not me.dead:
             latency = fabric.latency(me.index, self._channel.members[peer].index)
-            fabric.scheduler.at(me.clock + latency, self._deliver, peer, message)
+            self._told[peer].append(message)
+            fabric.scheduler.at(me.clock + latency, self._deliver, peer)
         return DONE
 
-    def _deliver(self, time: float, peer: int, message: bytes) -> None:
+    def _deliver(self, time: float, peer: int) -> None:
+        message = self._told[peer].popleft()  # two at one time keep their order
         rank = self._channel.members[peer]
         if rank.over or rank.dead:
             return
@@ -114,3 +119,4 @@ class SimulatedLink:
         """See `Link`."""
         self._me.unheard -= len(self._channel.notices[self.rank])
         self._channel.notices[self.rank].clear()
+        self._channel.free()

@@ -8,21 +8,18 @@ the real clock but the watchdog, which only reports.
 
 from __future__ import annotations
 
-import _thread
 import heapq
 import threading
 from collections.abc import Callable
+from math import inf
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from relaxmpi.primitives.errors import Deadlock
+from relaxmpi.primitives.simulation.rank import Ended, Rank, Ticket
 from relaxmpi.primitives.simulation.watchdog import Watchdog
 
-if TYPE_CHECKING:
-    from relaxmpi.primitives.transport import Request
-    from relaxmpi.primitives.work import Queue
-
-__all__ = ["Ended", "Rank", "Scheduler"]
+__all__ = ["Scheduler"]
 
 # Enough for torch and numba; a thousand of them are cheap, because pages come on demand.
 _STACK = 512 * 1024
@@ -31,71 +28,6 @@ _FEW = 64
 # Real seconds that a thread gets to unwind before its neighbours are ended, too, and in the end.
 _UNWIND = 0.5
 _LAST = 5.0
-
-
-class Ended(BaseException):
-    """Unwinds the thread of a rank that is killed, or of all; no `except Exception` stops it."""
-
-
-class Rank:
-    """What the scheduler knows of one rank.
-
-    Attributes:
-        clock: Its virtual time, in seconds.
-        inside: Whether it is in a call of the library, where long messages get its help.
-        resting: Whether it waits for `awaits`, or for any request where that is None.
-        listening: Whether a notice would wake it.
-        dead: Whether a fault has killed it.
-        over: Whether its thread has ended.
-        held: It does not run before this time.
-        todo: What it must do for long messages as soon as it is in a call.
-        unheard: Notices that have arrived and were not read.
-        news: Whether one has arrived since it last read all.
-        spun: Virtual seconds for which it has looked in vain, without resting.
-        queue: What it waits in, for the report of a deadlock.
-    """
-
-    __slots__ = (
-        "awaits",
-        "baton",
-        "clock",
-        "dead",
-        "held",
-        "hopeful",
-        "index",
-        "inside",
-        "listening",
-        "news",
-        "over",
-        "queue",
-        "resting",
-        "result",
-        "spun",
-        "thread",
-        "todo",
-        "token",
-        "unheard",
-    )
-
-    def __init__(self, index: int) -> None:
-        self.index, self.clock, self.held, self.spun = index, 0.0, 0.0, 0.0
-        self.token, self.unheard = 0, 0
-        self.inside = True
-        self.resting = self.listening = self.dead = self.over = self.news = self.hopeful = False
-        self.awaits: Request | None = None
-        self.queue: Queue | None = None
-        self.result: Any = None
-        self.todo: list[Callable[[float], None]] = []
-        self.thread: threading.Thread
-        self.baton = _thread.allocate_lock()
-        self.baton.acquire()
-
-    def catch_up(self) -> None:
-        """Do what has been waiting for this rank to make a call."""
-        while self.todo and not self.dead:
-            todo, self.todo = self.todo, []
-            for action in todo:
-                action(self.clock)
 
 
 class Scheduler:
@@ -148,10 +80,10 @@ class Scheduler:
         rank.resting = rank.listening = False
         self._alarm(rank, max(time, rank.clock), True)
 
-    def completed(self, rank: Rank, request: Request, time: float) -> None:
+    def completed(self, rank: Rank, request: Ticket, time: float) -> None:
         """Wake a rank that waits for this request."""
         rank.spun = 0.0
-        if rank.resting and (rank.awaits is None or rank.awaits is request):
+        if rank.resting and (not rank.awaits or request in rank.awaits):
             self.wake(rank, time)
 
     def kill(self, time: float, rank: Rank) -> None:
@@ -211,6 +143,9 @@ class Scheduler:
                 self.fail(Deadlock(self._stuck()), None)
                 return None
             time, _, _, action, args, hopeful = heapq.heappop(heap)
+            if time == inf:  # what is left would wait for ever
+                self.fail(Deadlock(self._stuck()), None)
+                return None
             if isinstance(action, Rank):
                 if args != action.token:
                     continue
@@ -229,18 +164,13 @@ class Scheduler:
         return None
 
     def _stuck(self) -> str:
-        said: dict[str, list[int]] = {}
+        said: dict[tuple[str, str], list[int]] = {}
         for rank in self.ranks:
-            if rank.dead or rank.over:
-                what = "was killed" if rank.dead else "has returned"
-            elif rank.queue is None or rank.queue.idle:
-                what = "waits for the others"
-            else:
-                what = f"waits in {rank.queue.first()}"
-            said.setdefault(what, []).append(rank.index)
+            said.setdefault(_plight(rank), []).append(rank.index)
         views = "; ".join(
-            f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}: {what}"
-            for what, ranks in said.items()
+            f"{_ranks(ranks)} {verbs[len(ranks) > 1]}{what}"
+            for (verb, what), ranks in said.items()
+            for verbs in [verb.split("/")]
         )
         when = max(rank.clock for rank in self.ranks)
         return f"nothing is in flight and nobody can move after {when:.6g} s: {views}"
@@ -304,7 +234,8 @@ class Scheduler:
 
     def _end(self) -> None:
         """Unwind what still runs, the holder of the baton first, one thread after the other."""
-        threads = [rank for rank in self.ranks if hasattr(rank, "thread")]
+        ranks = [rank for rank in self.ranks if hasattr(rank, "thread")]
+        threads = [rank for rank in ranks if rank.thread.ident is not None]
         if threads and not self.holder.over:
             self._unwind(self.holder, release=False)
         for rank in threads:
@@ -323,7 +254,19 @@ class Scheduler:
         rank.thread.join(_UNWIND)
 
 
-def _listed(ranks: list[int]) -> str:
+def _plight(rank: Rank) -> tuple[str, str]:
+    """Why a rank does not move: a verb, for one and for many, and the rest of the sentence."""
+    if rank.dead:
+        return "was/were", " killed"
+    if rank.over:
+        return "has/have", " returned"
+    where = "split" if rank.queue is None or rank.queue.idle else rank.queue.first()
+    missing = rank.awaits[0].missing() if rank.awaits else []
+    return "waits/wait", f" in {where}" + (f" for {_ranks(missing)}" if missing else "")
+
+
+def _ranks(ranks: list[int]) -> str:
     """Ranks in words, without listing a thousand."""
-    shown = [str(r) for r in ranks[:8]]
-    return ", ".join(shown) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    shown = ", ".join(str(r) for r in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"

@@ -10,7 +10,8 @@ from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.simulation.fabric import Counts, Fabric
 from relaxmpi.primitives.simulation.faults import Fates, Fault, Kill, Pause
 from relaxmpi.primitives.simulation.network import Network
-from relaxmpi.primitives.simulation.scheduler import Rank, Scheduler
+from relaxmpi.primitives.simulation.rank import Rank
+from relaxmpi.primitives.simulation.scheduler import Scheduler
 from relaxmpi.primitives.simulation.world import Group, Life, RankWorld
 from relaxmpi.primitives.world import enter
 
@@ -20,19 +21,55 @@ __all__ = ["SimulatedWorld"]
 class SimulatedWorld:
     """n ranks in this process, on a deterministic network with a virtual clock.
 
+    `run(fn)` calls `fn` once a rank, as `mpirun` would; inside, `Comm.world()` is that rank's,
+    and Comms, verbs, primitives, algorithms and `attach` are those that run on MPI. Ranks are
+    threads of which one runs at a time: the one with the smallest clock, ties by the seed. Time
+    passes in `comm.compute(seconds)`, in waiting for messages, by what messages cost a processor
+    (see `Network`), and by a microsecond in each look with `work.test()` or `comm.progress()`
+    (more after a thousand looks in vain, in the end a thousandth of the time looked). What
+    Python code, sums and codecs take is not in it: say so with `compute`. The same seed gives
+    the same bytes and the same times on every machine; other seeds give other interleavings.
+
+    Laws, besides those of the verbs: clocks never run backwards; a message arrives no earlier
+    than latency + size / bandwidth; links are never used beyond their rate; sent + duplicated =
+    received + discarded + dropped + in flight. Results are MPI's, bit for bit, wherever the
+    order of additions is fixed; plain sums are always added in the order of ranks.
+
+    While a rank computes, short messages travel and long ones wait (`Network.eager`); under
+    `comm.background()` its calls advance meanwhile. Above `grouped_above` ranks, and unless
+    messages have faults, a collective is one event that costs what its n^2 messages would. A
+    program that returns, or calls `sys.exit`, with open Comms has left: peers that need it get
+    `PeerLeft`. An exception on one rank ends all.
+
+    Args:
+        n: Number of ranks.
+        network: What messages cost; default `Network()`.
+        faults: Values of `relaxmpi.faults`.
+        seed: Any integer; for ties, jitter and faults.
+        ranks_per_node: Consecutive ranks that share a node and its link.
+        jitter: Each `compute` takes up to this part longer, drawn evenly.
+        grouped_above: Number of ranks above which collectives are one event.
+        watchdog: Real seconds without a call of any rank after which the stack of the rank that
+            runs is logged; after six times that, where nothing uses the processor, the world is
+            ended.
+
     Attributes:
         clocks: Seconds of virtual time at which each rank of the last run ended.
         killed: Ranks that a fault killed in the last run.
+
+    Raises:
+        ValueError: There are no ranks, or a fault is for a rank that does not exist.
 
     Example:
         >>> import numpy as np, relaxmpi as rx
         >>> def program():
         ...     with rx.Comm.world() as comm:
-        ...         return float(rx.allreduce(comm, np.ones(1000))[0]), comm.now()
+        ...         comm.compute(0.5)
+        ...         return float(rx.allreduce(comm, np.ones(1000))[0])
         >>> world = rx.SimulatedWorld(3, network=rx.Network(latency=1e-3, bandwidth=1e6))
-        >>> [total for total, seconds in world.run(program)]
+        >>> world.run(program)
         [3.0, 3.0, 3.0]
-        >>> 0.01 < max(world.clocks) < 0.03
+        >>> 0.51 < max(world.clocks) < 0.53
         True
     """
 
@@ -55,37 +92,56 @@ class SimulatedWorld:
         self.n, self.network = n, Network() if network is None else network
         self.faults, self.seed, self.jitter = tuple(faults), seed, jitter
         self.nodes = tuple(rank // ranks_per_node for rank in range(n))
-        self._grouped_above, self._watchdog = grouped_above, watchdog
+        self._per_node, self._grouped_above = ranks_per_node, grouped_above
+        self._watchdog = watchdog
         Fates(self.faults, n, seed)
         self.clocks: list[float] = []
         self.killed: list[int] = []
         self._fabric: Fabric | None = None
+        self._counts = Counts(0, 0, 0, 0, 0, 0)
+
+    def __repr__(self) -> str:
+        """What makes the same world again: a failing test prints it."""
+        return (
+            f"SimulatedWorld({self.n}, network={self.network}, faults={list(self.faults)}, "
+            f"seed={self.seed}, ranks_per_node={self._per_node}, jitter={self.jitter}, "
+            f"grouped_above={self._grouped_above})"
+        )
 
     @property
     def counts(self) -> Counts:
-        """What became of the messages of the last run."""
-        if self._fabric is None:
-            raise RelaxError("nothing has been run in this world yet")
-        return self._fabric.counts()
+        """What became of the messages with data: of the run that goes on, or the last one."""
+        return self._counts if self._fabric is None else self._fabric.counts()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run `fn(*args)` on every rank and return the results, by rank."""
+        """Run `fn(*args)` on every rank.
+
+        Returns:
+            What it returned, by rank; None for a rank that was killed or called `sys.exit`.
+
+        Raises:
+            Deadlock: No rank can move, no message is on its way and no fault has lost anything.
+                It says which ranks wait in which call.
+            RelaxError: A rank blocked for real, see `watchdog`.
+            BaseException: What `fn` raised first, in virtual time, with a note that names the
+                rank and the seed. All other ranks have been ended.
+        """
         scheduler = Scheduler(self.n, self.seed, self._watchdog)
         fates = Fates(self.faults, self.n, self.seed)
         fabric = self._fabric = Fabric(scheduler, self.network, self.nodes, fates)
         group = Group(fabric, tuple(scheduler.ranks), self._grouped_above)
-        fatal: dict[int, dict[int, None]] = {}
+        lives = [Life(rank, self.seed, self.jitter) for rank in scheduler.ranks]
         for fault in fates.of_ranks:
             rank = scheduler.ranks[fault.rank]
             if isinstance(fault, Pause):
-                scheduler.fate(fault.at, _hold, rank, fault.seconds)
+                scheduler.fate(fault.at, rank.pause, fault.seconds)
             elif isinstance(fault, Kill) and fault.at is not None:
                 scheduler.fate(fault.at, scheduler.kill, rank)
             elif isinstance(fault, Kill) and fault.call is not None:
-                fatal.setdefault(fault.rank, {})[fault.call] = None
+                lives[fault.rank].fatal.append(fault.call)
 
         def body(rank: Rank) -> Any:
-            life = Life(rank, self.seed, self.jitter, fatal.get(rank.index, {}))
+            life = lives[rank.index]
             enter(RankWorld(group, rank, life))
             try:
                 result = fn(*args)
@@ -97,7 +153,10 @@ class SimulatedWorld:
                 comm.leave()
             return result
 
-        scheduler.run(body)
+        try:
+            scheduler.run(body)
+        finally:
+            self._counts, self._fabric = fabric.counts(), None
         self.clocks = [rank.clock for rank in scheduler.ranks]
         self.killed = [rank.index for rank in scheduler.ranks if rank.dead]
         if scheduler.failure is not None:
@@ -106,10 +165,6 @@ class SimulatedWorld:
                 _name(error, f"on rank {at.index} of the simulated world, seed {self.seed}")
             raise error
         return [None if rank.dead else rank.result for rank in scheduler.ranks]
-
-
-def _hold(time: float, rank: Rank, seconds: float) -> None:
-    rank.held = max(rank.held, time + seconds)
 
 
 def _name(error: BaseException, where: str) -> None:

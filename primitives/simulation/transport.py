@@ -14,23 +14,18 @@ from relaxmpi.primitives.simulation.channel import (
     Never,
     Parcel,
     Receive,
-    Ticket,
 )
 from relaxmpi.primitives.simulation.exchange import Exchange
-from relaxmpi.primitives.transport import Every, Request
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
+from relaxmpi.primitives.transport import Every, Request, pieces_of
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.simulation.fabric import Fabric
-    from relaxmpi.primitives.simulation.scheduler import Rank
     from relaxmpi.primitives.simulation.world import RankWorld
     from relaxmpi.primitives.stats import Stats
 
 __all__ = ["SimulatedTransport"]
-
-# As over MPI: in so many pieces a long reduction goes between nodes.
-_PIECE = 1024 * 1024
-_MOST_PIECES = 8
 
 
 class SimulatedTransport:
@@ -43,16 +38,16 @@ class SimulatedTransport:
         self._stats, self._me = stats, world.me
         self._network, self._fabric = channel.fabric.network, channel.fabric
         self._nodes, self._exchanges = nodes, 0
-        longest = settings.max_message
-        self._piece = min(settings.segment, longest) if nodes > 1 else longest
+        segment = settings.segment or self._network.segment
+        self.longest = min(segment, settings.max_message) if nodes > 1 else settings.max_message
 
     def parcel(self, data: Any) -> Parcel:
         """Make a message of the bytes of `data`, and count it."""
         raw = data.view(np.uint8)
         self._count(raw.size)
         size = raw.size * self._network.scale
-        pieces = max(1, math.ceil(size / self._piece))
-        eager = min(size, self._piece) <= self._network.eager
+        pieces = max(1, math.ceil(size / self.longest))
+        eager = min(size, self.longest) <= self._network.eager
         return Parcel(raw.copy(), size, pieces, None if eager else Ticket(self._me))
 
     def _count(self, size: int) -> None:
@@ -65,8 +60,10 @@ class SimulatedTransport:
         if me.dead:
             return Never()
         parcel = self.parcel(data)
-        self._fabric.cost(me, parcel.pieces * self._network.send_cost)
-        self.channel.pipe(self._rank, dest).send(parcel, me.clock)
+        self._fabric.cost(me, self._network.send_cost)
+        begin = me.clock
+        self._fabric.cost(me, (parcel.pieces - 1) * self._network.send_cost)
+        self.channel.pipe(self._rank, dest).send(parcel, begin)
         return DONE if parcel.sent is None else parcel.sent
 
     def irecv(self, data: Any, source: int) -> Request:
@@ -106,7 +103,7 @@ class SimulatedTransport:
         return tickets
 
     def exchange(self, payloads: dict[int, Any], expected: int) -> Exchange:
-        """Send one message each to some ranks, and receive `expected` ones: one event for all.
+        """Send one message each to some ranks, and receive `expected` ones: all in one event.
 
         Every rank of the communicator takes part. Where two ranks get the same array it is
         copied once, and they read that copy.
@@ -133,9 +130,7 @@ class SimulatedTransport:
 
     def pieces(self, data: Any) -> int:
         """In how many pieces a reduction of `data` should go: as over MPI."""
-        if self._nodes == 1:
-            return 1
-        return max(1, min(_MOST_PIECES, int(data.nbytes * self._network.scale) // _PIECE))
+        return pieces_of(data.nbytes * self._network.scale, self._nodes)
 
     def ireduce(self, data: Any, out: Any, op: Op) -> Request:
         """Never asked for, see `sums`."""
@@ -158,11 +153,11 @@ class _Relay(Receive):
         super().__init__(rank, data, fabric)
         self._transport, self._dests = transport, dests
 
-    def fill(self, time: float, parcel: Parcel) -> None:
+    def fill(self, time: float, parcel: Parcel, spread: float = 0.0) -> None:
         """The bytes have arrived."""
         net, rank = self._fabric.network, self.rank
-        self.cost = parcel.pieces * (net.receive_cost + len(self._dests) * net.send_cost)
-        super().fill(time, parcel)
+        self.extra = parcel.pieces * len(self._dests) * net.send_cost
+        super().fill(time, parcel, spread)
         if self._dests:
             self._fabric.scheduler.help(rank, time, self._send_on)
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from relaxmpi.primitives.errors import RelaxError
@@ -20,6 +21,7 @@ _log = logging.getLogger("relaxmpi")
 _LOOKS = 20  # in the time after which it reports
 _GIVE_UP = 6  # times that, without using the processor: not a computation, but a lock
 _IDLE = 0.1
+_SHOWN = 8  # calls at each end of a stack
 
 
 class Watchdog:
@@ -50,7 +52,7 @@ class Watchdog:
     def _words(self, seconds: float) -> str:
         rank = self._scheduler.holder
         frame = sys._current_frames().get(rank.thread.ident or 0)
-        stack = "".join(traceback.format_stack(frame)) if frame else "(it has just ended)"
+        stack = _of_the_program(frame) if frame else "(it has just ended)"
         return (
             f"rank {rank.index} of the simulated world has run for {seconds:.3g} real seconds "
             "without a call that lets others run: it computes for long, or it waits for a real "
@@ -61,3 +63,13 @@ class Watchdog:
         """Say whose threads could not be ended."""
         if ranks:
             _log.error("the threads of ranks %s block for real and could not be ended", ranks)
+
+
+def _of_the_program(frame: FrameType) -> str:
+    """The stack below `run`, without the middle of a deep one."""
+    calls = traceback.format_stack(frame)
+    inside = [k for k, call in enumerate(calls) if "result = fn(*args)" in call]
+    calls = calls[inside[-1] + 1 :] if inside else calls
+    if len(calls) > 2 * _SHOWN:
+        calls = [*calls[:_SHOWN], "  ...\n", *calls[-_SHOWN:]]
+    return "".join(calls)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableSet
+from math import inf
 from threading import current_thread
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from relaxmpi.primitives.errors import PeerTimeout, RelaxError
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
-from relaxmpi.primitives.simulation.channel import Channel, Ticket
+from relaxmpi.primitives.simulation.channel import Channel
 from relaxmpi.primitives.simulation.faults import draw
 from relaxmpi.primitives.simulation.grouped import GroupedSchedule
 from relaxmpi.primitives.simulation.link import SimulatedLink
+from relaxmpi.primitives.simulation.priced import priced
+from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.transport import Every
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.simulation.fabric import Fabric
-    from relaxmpi.primitives.simulation.scheduler import Rank
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["RankWorld"]
+
+T = TypeVar("T")
 
 _POLL = 1e-6
 # A rank that looks in vain for long looks less often, or a timeout would take a million looks.
@@ -71,7 +76,9 @@ class Group:
         """Return the channel that the ranks' links of this number share."""
         found = self._channels.get(number)
         if found is None:
-            found = self._channels[number] = Channel(self.fabric, self.members)
+            found = self._channels[number] = Channel(
+                self.fabric, self.members, lambda: self._channels.pop(number)
+            )
         return found
 
     def part(self, number: int, color: int, members: tuple[Rank, ...]) -> Group:
@@ -85,14 +92,15 @@ class Group:
 class Life:
     """What the Worlds of one rank have in common."""
 
-    def __init__(self, rank: Rank, seed: int, jitter: float, calls: dict[int, None]) -> None:
+    def __init__(self, rank: Rank, seed: int, jitter: float) -> None:
         self.comms = OpenComms()
         self.backgrounds: list[Queue] = []
         self.busy = False
         self.rested = 0.0
         self.calls = self.computed = 0
         self.kept: list[Any] = []
-        self.fatal = calls
+        self.recorder: Recorder | None = None
+        self.fatal: list[int] = []  # calls before which it is killed
         self._seed, self._jitter, self._index = seed, jitter, rank.index
 
     def jitter(self) -> float:
@@ -112,12 +120,28 @@ class RankWorld:
         self.rank, self.size = group.members.index(me), len(group.members)
         self.nodes = tuple(group.fabric.nodes[rank.index] for rank in group.members)
         self.comms: MutableSet[Comm] = life.comms
-        self._links = self._splits = 0
+        self._links = self._meetings = 0
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """See `World`: of this rank."""
+        return self._life.recorder
+
+    def record(self, recorder: Recorder | None) -> None:
+        """See `World`."""
+        self._life.recorder = recorder
+        if recorder is not None and recorder.keeps_messages:
+            self._fabric.recorders[self.me.index] = recorder
+        else:
+            self._fabric.recorders.pop(self.me.index, None)
 
     @property
     def mpi(self) -> NoReturn:
         """There is none."""
-        raise RelaxError("a simulated world has no MPI communicator")
+        raise RelaxError(
+            "a simulated world has no MPI communicator: what a program does through comm.mpi and "
+            "mpi4py needs real ranks, under mpirun"
+        )
 
     def link(self) -> SimulatedLink:
         """See `World`."""
@@ -126,34 +150,39 @@ class RankWorld:
 
     def split(self, color: int | None, key: int) -> RankWorld | None:
         """See `World`."""
-        me, number = self.me, self._splits
-        self._splits += 1
-        scheduler, gathering = self._scheduler, self._group.gathering
-        seconds = self._fabric.network.agreement(self.size, gathering.nodes)
+        number = self._meetings
+        brought = self._meet("split", (color, key))
+        if color is None:
+            return None
+        order = sorted((k, r) for r, (c, k) in brought.items() if c == color)
+        members = tuple(self._group.members[r] for _, r in order)
+        return RankWorld(self._group.part(number, color, members), self.me, self._life)
+
+    def gather(self, thing: Any) -> list[Any] | None:
+        """See `World`: the very things, which take no time to travel."""
+        brought = self._meet("gather", thing)
+        return None if self.rank else [brought[r] for r in range(self.size)]
+
+    def _meet(self, what: str, mine: Any) -> dict[int, Any]:
+        me, scheduler, gathering = self.me, self._scheduler, self._group.gathering
         ticket = Ticket(me)
-        meeting = gathering.meet(
-            "split",
-            number,
-            self.rank,
-            ticket,
-            (color, key),
-            lambda m: scheduler.at(m.time + seconds, gathering.dissolve, m),
-        )
+        meeting = gathering.meet(what, self._meetings, self.rank, ticket, mine, gathering.tell)
+        self._meetings += 1
         self._here()
         end = me.clock + Settings.read().timeout
         while not ticket.done:
-            me.resting, me.awaits, me.queue = True, ticket, None
+            me.resting, me.awaits, me.queue = True, [ticket], None
             scheduler.sleep(me, end, hopeful=False)
             if me.clock >= end:
-                raise PeerTimeout(f"not all {self.size} ranks took part in split()")
-        if color is None:
-            return None
-        order = sorted((k, r) for r, (c, k) in meeting.brought.items() if c == color)
-        members = tuple(self._group.members[r] for _, r in order)
-        return RankWorld(self._group.part(number, color, members), me, self._life)
+                raise PeerTimeout(f"not all {self.size} ranks took part in {what}()")
+        return meeting.brought
 
     def free(self) -> None:
         """See `World`."""
+
+    def clock_offset(self) -> float:
+        """See `World`: all have the same virtual time."""
+        return 0.0
 
     def now(self) -> float:
         """Return the virtual time of this rank."""
@@ -172,7 +201,7 @@ class RankWorld:
 
     def compute(self, seconds: float) -> None:
         """See `World`: the clock advances; messages that need this rank wait."""
-        if not 0 <= seconds < float("inf"):
+        if not 0 <= seconds < inf:
             raise ValueError(f"a computation takes zero or more seconds, not {seconds!r}")
         me, life = self.me, self._life
         self._here()
@@ -181,12 +210,16 @@ class RankWorld:
         if life.backgrounds:
             self._compute_and_progress(end)
             return
-        me.inside = False
+        me.inside, lost = False, me.lost
         self._scheduler.sleep(me, end)
+        while me.lost > lost:  # a pause in the middle
+            end, lost = end + me.lost - lost, me.lost
+            self._scheduler.sleep(me, end)
         me.inside = True
 
     def _compute_and_progress(self, end: float) -> None:
         me, life = self.me, self._life
+        me.stolen, lost = 0.0, me.lost
         while True:
             before, life.busy = me.clock, True
             try:
@@ -194,21 +227,32 @@ class RankWorld:
                     queue.progress()
             finally:
                 life.busy = False
-            end += me.clock - before  # the processor's work for messages is taken from it
+            # What messages cost the processor is taken from the computation.
+            end += me.clock - before + me.stolen + me.lost - lost
+            me.stolen, lost = 0.0, me.lost
             if me.clock >= end:
                 return
-            me.resting, me.awaits, me.queue = True, None, None
+            me.resting, me.awaits, me.queue = True, [], None
             self._scheduler.sleep(me, end)
+
+    def priced(self, thing: T) -> T:
+        """See `World`: what the network's `work` says."""
+        fabric, me = self._fabric, self.me
+        return priced(thing, fabric.network, lambda seconds: fabric.cost(me, seconds))
 
     def polled(self) -> None:
         """See `World`: a look takes a microsecond, so that loops around `test()` advance."""
         if self._life.busy:
             return
         self._here()
-        me = self.me
+        me, recorder = self.me, self._life.recorder
+        if recorder is not None:
+            recorder.enter()
         step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
         self._scheduler.sleep(me, me.clock + step)
         me.spun += step
+        if recorder is not None:
+            recorder.leave()
 
     @property
     def look(self) -> float:
@@ -216,26 +260,34 @@ class RankWorld:
         return _LOOK + self._life.rested
 
     def rest(self, queue: Queue, waited: float, timeout: float | None) -> None:
-        """See `World`: sleep until the head can have moved, or wants to be looked after."""
+        """See `World`: sleep until a head can have moved, or wants to be looked after."""
         self._here()
-        me, head = self.me, queue.head()
-        begin = me.clock
-        hopeful = begin + timeout - waited + _POLL if timeout is not None else float("inf")
-        if me.unheard and (me.news or head.waited < _WORTH):
-            hopeful = min(hopeful, begin + max(_WORTH - head.waited, 0.0) + _EVERY)
-        awaits = head.request
-        while isinstance(awaits, Every):
-            awaits = awaits.first()
-        several = sum(not beside.idle for beside in queue.together) > 1
-        # Somebody else's kind of request, or more than one: look again.
-        if several or not isinstance(awaits, Ticket):
-            step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
-            me.spun += step
-            hopeful = min(hopeful, begin + step)
-        patient = begin + max(head.patience.due(head) - head.waited, 0.0) + _EVERY
-        me.resting, me.awaits, me.queue = True, awaits, queue
+        me = self.me
+        begin, lost = me.clock, me.lost
+        hopeful = begin + timeout - waited + _POLL if timeout is not None else inf
+        patient, tickets = inf, []
+        beside = [other for other in queue.together if other is not queue and not other.idle]
+        for head in (moving.head() for moving in (queue, *beside)):
+            if me.unheard and (me.news or head.waited < _WORTH):
+                hopeful = min(hopeful, begin + max(_WORTH - head.waited, 0.0) + _EVERY)
+            awaits = head.request
+            while isinstance(awaits, Every):
+                awaits = awaits.first()
+            if isinstance(awaits, Ticket):
+                if awaits.done:
+                    return  # by what this call has caught up with: nobody would wake this rank
+                tickets.append(awaits)
+            else:  # somebody else's kind of request: look again
+                step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
+                me.spun += step
+                hopeful = min(hopeful, begin + step)
+            due = max(head.patience.due(head) - head.waited, 0.0)
+            patient = min(patient, begin + due + _EVERY)
+        me.resting, me.awaits, me.queue, me.cause = True, tickets, queue, None
         self._scheduler.sleep(me, min(hopeful, patient), hopeful=hopeful <= patient)
-        self._life.rested = me.clock - begin
+        self._life.rested = max(0.0, me.clock - begin - (me.lost - lost))
+        if self._life.recorder is not None:
+            self._life.recorder.rested(begin, me.clock, me.cause)
 
     def _here(self) -> None:
         """Take part in what has waited for a call; other threads have no virtual time."""

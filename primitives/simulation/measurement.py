@@ -1,0 +1,289 @@
+"""What messages between the ranks of a Comm cost, measured: the numbers of a `Network`.
+
+All is done with the transport's own moves, so that it takes what verbs take, and on the Comm's
+own clock: in a simulated world the numbers come out that went in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from relaxmpi.primitives._codec import Floats
+from relaxmpi.primitives.devices import device_of
+from relaxmpi.primitives.feedback import ErrorFeedback
+from relaxmpi.primitives.ops import MEAN, SUM
+from relaxmpi.primitives.primitive import primitive
+from relaxmpi.primitives.simulation.network import Network
+from relaxmpi.primitives.simulation.tree import told
+from relaxmpi.primitives.transport import Every
+from relaxmpi.primitives.verbs import allreduce, barrier
+from relaxmpi.primitives.work import Flow
+
+if TYPE_CHECKING:
+    from relaxmpi.primitives.codecs import Codec
+    from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.transport import Transport
+
+__all__ = ["measure"]
+
+_WORD, _FULL = 8, 32 * 1024
+_TRIPS = 3
+_BURST = 24
+_ROUNDS = 5
+_DEAREST = 2e-4  # no message costs a processor more
+_MEETINGS = 30
+_LEAST, _MOST = 256 * 1024, 16 * 1024 * 1024
+_SECONDS = 0.15  # that the longest stream takes, about
+_FEW, _MANY = 1024, 4 * 1024 * 1024  # numbers: of a call alone, and of what no cache holds
+
+
+class _Costs(NamedTuple):
+    """What messages between two ranks cost: see `Network` for the names and units."""
+
+    latency: float
+    bandwidth: float
+    send_cost: float
+    receive_cost: float
+
+
+Pairs = Sequence[tuple[int, int]]
+
+
+def measure(comm: Comm, codecs: Sequence[Codec | ErrorFeedback] = ()) -> Network:
+    """See `Network.from_measurement`."""
+    if comm.size < 2:
+        raise ValueError("a network is measured between two ranks or more: start with mpirun -n 2")
+    groups: dict[int, list[int]] = {}
+    for rank, node in enumerate(comm.nodes):
+        groups.setdefault(node, []).append(rank)
+    firsts = [ranks[0] for ranks in groups.values()]
+    inside = [pair for ranks in groups.values() for pair in _paired(ranks)]
+    network = Network()
+    if inside:
+        near = _costs(comm, inside)
+        network = replace(
+            network,
+            local_latency=near.latency,
+            local_bandwidth=near.bandwidth,
+            **near._asdict(),
+        )
+    if len(firsts) > 1:
+        segment = _host(comm).longest
+        network = replace(network, segment=segment, eager=2 * segment)
+        network = replace(network, **_costs(comm, _paired(firsts))._asdict())
+    network = replace(network, agree_cost=_agreement(comm, network))
+    work = {name: (_short(a), _short(b)) for name, (a, b) in _work(comm, codecs).items()}
+    numbers: dict[str, Any] = {
+        f.name: _short(getattr(network, f.name)) for f in fields(network) if f.type == "float"
+    }
+    return replace(network, **numbers, work=work)
+
+
+def _short(number: float) -> float:
+    """Keep what is known, and what a person can read."""
+    return float(f"{number:.4g}")
+
+
+# ---------------------------------------------------------------------------- messages
+
+
+def _paired(ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """All pairs are at work at once, or those that wait for the others would be in their way."""
+    return list(zip(ranks[::2], ranks[1::2], strict=False))
+
+
+def _partner(comm: Comm, pairs: Pairs) -> tuple[int | None, bool]:
+    """Return this rank's other one, if there is one, and whether this one comes first."""
+    for first, second in pairs:
+        if comm.rank in (first, second):
+            return (second, True) if comm.rank == first else (first, False)
+    return None, False
+
+
+@primitive
+def _trips(comm: Comm, pairs: Pairs, size: int) -> Flow[float]:
+    """Return the seconds of so many bytes' way there and back, as the first ranks see it."""
+    transport, word = _host(comm), np.zeros(size, np.uint8)
+    there, first = _partner(comm, pairs)
+
+    def flow() -> Flow[float]:
+        seconds: list[float] = []
+        if there is None:
+            return 0.0
+        for _ in range(_TRIPS):
+            begin = comm.now()
+            if first:
+                yield transport.isend(word, there)
+            yield transport.irecv(word, there)
+            if not first:
+                yield transport.isend(word, there)
+            seconds.append(comm.now() - begin)
+        return median(seconds[1:]) if first else 0.0
+
+    return flow()
+
+
+@primitive
+def _burst(comm: Comm, pairs: Pairs, count: int, pause: float) -> Flow[float]:
+    """Seconds of the processor to send `count` words; on second ranks, to receive them."""
+    transport, words = _host(comm), np.zeros((count, _WORD), np.uint8)
+    there, first = _partner(comm, pairs)
+
+    def flow() -> Flow[float]:
+        if there is None:
+            return 0.0
+        if not first:
+            comm.compute(pause)  # until all are here
+        begin = comm.now()
+        requests = [(transport.isend if first else transport.irecv)(w, there) for w in words]
+        posted = comm.now()
+        yield Every(requests)
+        return (posted if first else comm.now()) - begin
+
+    return flow()
+
+
+@primitive
+def _exchange(comm: Comm, pairs: Pairs, size: int) -> Flow[float]:
+    """Seconds in which the two of each pair send each other `size` bytes."""
+    transport = _host(comm)
+    inbox, outbox = np.zeros((2, size), np.uint8)
+    there, _ = _partner(comm, pairs)
+
+    def flow() -> Flow[float]:
+        begin = comm.now()
+        if there is not None:
+            yield Every([transport.irecv(inbox, there), transport.isend(outbox, there)])
+        return comm.now() - begin
+
+    return flow()
+
+
+def _costs(comm: Comm, pairs: Pairs) -> _Costs:
+    firsts = [pair[0] for pair in pairs]
+    # Few in each call: the longer a call has waited, the less often a rank looks.
+    calls = int(min(15, max(3, _SECONDS / (_middle(comm, firsts, _trips(comm, pairs, 1)) + 1e-9))))
+
+    def trips(size: int) -> float:
+        return _middle(comm, firsts, median(_trips(comm, pairs, size) for _ in range(calls)))
+
+    trip = trips(_WORD)
+    pause = 2 * trip + _BURST * min(trip, _DEAREST)
+    cost = median(_burst(comm, pairs, _BURST, pause) for _ in range(_ROUNDS)) / _BURST
+    send_cost, receive_cost = (_middle(comm, side, cost) for side in zip(*pairs, strict=True))
+    rate = _bandwidth(comm, pairs)
+    latency = max(0.0, trip / 2 - send_cost - receive_cost - _WORD / rate)
+    # A full message takes the processors longer than a word, besides its time on the wire.
+    full = min(_FULL, _host(comm).longest)
+    copies = trips(full) / 2 - latency - send_cost - receive_cost - full / rate
+    copies = max(0.0, copies) / 2 if len(set(comm.nodes)) > 1 else 0.0
+    return _Costs(latency, rate, send_cost + copies, receive_cost + copies)
+
+
+def _bandwidth(comm: Comm, pairs: Pairs) -> float:
+    """Return the bytes per second that flow in each direction, both at once."""
+
+    def seconds(size: int) -> float:
+        return _middle(comm, [pair[0] for pair in pairs], _exchange(comm, pairs, size))
+
+    seconds(_LEAST)
+    rate = _LEAST / seconds(_LEAST)
+    size = int(min(_MOST, max(_LEAST, rate * _SECONDS)))
+    times = [(seconds(size), seconds(size // 4)) for _ in range(_ROUNDS + 1)]
+    long = median(time for time, _ in times[1:])
+    short = median(time for _, time in times[1:])
+    return (size - size // 4) / max(long - short, 1e-9)
+
+
+def _agreement(comm: Comm, network: Network) -> float:
+    """Return the seconds of a hop besides its latency: barriers in a row take whole trees."""
+    barrier(comm)
+    begin = comm.now()
+    for _ in range(_MEETINGS):
+        barrier(comm)
+    period = _middle(comm, [0], (comm.now() - begin) / _MEETINGS)
+
+    def predicted(cost: float) -> float:
+        some = replace(network, agree_cost=cost)
+        times = told(some, comm.nodes, [0.0] * comm.size)
+        begin = times[0]
+        for _ in range(_MEETINGS):
+            times = told(some, comm.nodes, times)
+        return (times[0] - begin) / _MEETINGS
+
+    low, high = 0.0, period
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if predicted(middle) < period else (low, middle)
+    return low
+
+
+# -------------------------------------------------------------------------- arithmetic
+
+
+def _work(comm: Comm, codecs: Sequence[Codec | ErrorFeedback]) -> dict[str, tuple[float, float]]:
+    """Return the prices of sums and codecs, with all ranks at work at once."""
+    found = {}
+    x = np.random.default_rng(comm.rank).standard_normal(_MANY).astype(np.float32)
+    y = np.zeros_like(x)
+    device = comm.priced(device_of(x))
+
+    def price(name: str, call: Callable[[int], object]) -> None:
+        def seconds(count: int, calls: int) -> float:
+            call(count)
+            barrier(comm)
+            begin = comm.now()
+            for _ in range(calls):
+                call(count)
+            return float(allreduce(comm, (comm.now() - begin) / calls, op=MEAN))
+
+        few, many = seconds(_FEW, 100), seconds(_MANY, 4)
+        number = max(0.0, many - few) / (_MANY - _FEW)
+        found[name] = max(0.0, few - number * _FEW), number
+
+    price("reduce", lambda n: device.reduce(SUM, x[:n], y[:n], y[:n]))
+    price("divide", lambda n: device.divide(y[:n], 1))
+    price("copy", lambda n: device.copy(y[:n], x[:n]))
+    for given in codecs:
+        plain = given.codec if isinstance(given, ErrorFeedback) else given
+        for method, call in _calls(comm.priced(plain), x, y, isinstance(given, ErrorFeedback)):
+            price(f"{plain.describe()}.{method}", call)
+    return found
+
+
+def _calls(
+    codec: Codec, x: Floats, y: Floats, feedback: bool
+) -> list[tuple[str, Callable[[int], object]]]:
+    """Return what a verb does with a codec, as functions of how many numbers."""
+    payload, residual = np.empty(codec.nbytes(len(x), x.dtype), np.uint8), np.zeros_like(x)
+    encode: tuple[str, Callable[[int], object]] = ("encode", lambda n: codec.encode(x[:n], payload))
+    if feedback:
+        encode = (
+            "encode_feedback",
+            lambda n: codec.encode_feedback(x[:n], residual[:n], payload),
+        )
+    return [
+        encode,
+        ("decode", lambda n: codec.decode(payload, y[:n])),
+        ("decode_add", lambda n: codec.decode_add(payload, y[:n])),
+    ]
+
+
+# ---------------------------------------------------------------------------- together
+
+
+def _host(comm: Comm) -> Transport:
+    return comm.transport(device_of(np.empty(0)))
+
+
+def _middle(comm: Comm, ranks: Sequence[int], value: float) -> float:
+    """Return the median of these ranks' values, on every rank."""
+    values = np.zeros(comm.size)
+    values[comm.rank] = value
+    allreduce(comm, values)
+    return float(np.median(values[list(ranks)]))
