@@ -35,8 +35,9 @@ def attach(
     From now on `optimizer.step()` sees, on every rank, the gradients that the algorithm makes of
     those of all ranks: for `SGD` and `QSGD` their mean. It is the mean of the ranks' gradients:
     for batches of different sizes or numbers see `Sync.join`. Parameters, buffers and the
-    optimizer's state become those of rank 0 once, now. Buffers such as the statistics of
-    BatchNorm go their own way from then on; `Sync.average_buffers` makes them one again.
+    optimizer's state and settings (such as the learning rate) become those of rank 0 once, now.
+    Settings must then change on all ranks alike. Buffers such as the statistics of BatchNorm go
+    their own way; `Sync.average_buffers` makes them one again.
 
     The first step notes in which order gradients become ready and lays the buckets out in that
     order, that of rank 0, on all ranks; from the second step on each bucket leaves while the rest
@@ -45,8 +46,8 @@ def attach(
     A parameter without a gradient on some rank counts as zero there; one without a gradient on
     every rank keeps none, as in one process. Sparse gradients become dense ones.
 
-    Between `backward()` and `optimizer.step()` gradients may still be on their way. To clip,
-    unscale or log them, call `sync.wait()` first; whoever changes them without gets an error:
+    Between `backward()` and `optimizer.step()` gradients are on their way, and whoever looks at
+    them or changes them gets an error. To clip, unscale or log them, call `sync.wait()` first:
 
         loss.backward()
         sync.wait()

@@ -17,6 +17,7 @@ from loops import (
     sgd_of,
     torch,
 )
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import relaxmpi as rx
 
@@ -280,3 +281,27 @@ def test_the_hooks_cost_little(comm):
     with rx.attach(model, optimizer, rx.SGD(), comm=comm):
         seconds()
         assert (seconds() - plain) / 2000 < 10e-6
+
+
+@pytest.mark.ranks(2, 3)
+def test_switching_algorithms_six_times(comm):
+    """Bagua's check 37: nothing leaks, nothing hangs, the ranks stay alike."""
+    model = perceptron(seed=comm.rank)
+    optimizer = sgd_of(model)
+
+    def seen():
+        hooks = [p._post_accumulate_grad_hooks for p in model.parameters()]
+        of_model = [vars(m).keys() for m in model.modules()]
+        keys = [sorted(vars(x)) for x in (optimizer, *model.parameters())]
+        counts = [len(getattr(optimizer, n)) for n in vars(optimizer) if n.endswith("_hooks")]
+        general = len(_global_optimizer_pre_hooks)
+        return [len(h or ()) for h in hooks], [sorted(k) for k in of_model], keys, counts, general
+
+    before = seen()
+    for algorithm in [*ALL.values(), rx.QSGD(codec=rx.TopK(0.5), feedback=True)]:
+        if comm.rank:
+            with torch.no_grad():
+                model[0].bias += 1.0  # each attach starts from rank 0's
+        fit(comm, model, optimizer, algorithm, 3, lambda sync: sync.check())
+        assert seen() == before
+    assert loss_of(model).item() < loss_of(perceptron()).item()

@@ -70,6 +70,23 @@ def test_without_wait_every_rank_gets_an_error(comm, unscale, rule, inf):
 
 
 @pytest.mark.ranks(2)
+def test_every_codec_lets_a_grad_scaler_see_inf(comm):
+    """Also those that might leave the one bad number out, or clip it."""
+    bad = torch.tensor([float("inf") if comm.rank else 1.0, *[1e3] * 7])
+    for codec in (rx.OneBit(), rx.MinMaxUInt8(), rx.Quantizer(bits=4), rx.TopK(0.25)):
+        model, optimizer = weight_of([0.0] * 8)
+        algorithm, guard = rx.QSGD(codec=codec, feedback=True), rx.NonFinite.SKIP
+        with rx.attach(model, optimizer, algorithm, comm=comm, nonfinite=guard) as sync:
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+            scaler.scale((model.w * bad).sum()).backward()
+            sync.wait()
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.get_scale() == 1.0, codec
+            assert torch.equal(model.w, torch.zeros(8))
+
+
+@pytest.mark.ranks(2)
 def test_what_a_codec_owes_survives_an_inf_step_with_skip(comm):
     model, optimizer = weight_of([1.0, 2.0])
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -85,3 +102,23 @@ def test_what_a_codec_owes_survives_an_inf_step_with_skip(comm):
         assert model.w.tolist() == [-2.0, -1.0]
         assert sync.stats().skipped == 1
         assert scaler.get_scale() == 1.0
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_inside_join_where_the_last_step_is_left_out(comm):
+    model, optimizer = weight_of([1.0])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    count = 1 + comm.rank
+    with rx.attach(model, optimizer, rx.SGD(), comm=comm) as sync:
+        with sync.join(scaler):
+            for t in range(count):
+                optimizer.zero_grad()
+                bad = float("inf") if t == comm.size - 1 else 1.0  # the last rank's last batch
+                scaler.scale((model.w * bad).sum()).backward()
+                sync.wait()
+                scaler.step(optimizer)
+                scaler.update()
+        assert model.w.item() == 2.0 - comm.size
+        # A rank's own scaler saw no inf where it had no batch: the one with most steps decides.
+        assert len(set(comm.mpi.allgather(scaler.get_scale()))) == 1
+        sync.check()

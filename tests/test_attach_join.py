@@ -59,6 +59,9 @@ def test_law_uneven_batches_are_one_process_with_those_that_are_there(comm, rule
             sync.check()
             by_hand(alone, theirs, [batches(r, epoch) for r in range(comm.size)], weighted)
             assert_close(model, alone, 2e-5)
+        if comm.size > 1:
+            most = [max(len(batches(r, e)) for r in range(comm.size)) for e in range(4)]
+            assert sync.stats().steps == sum(most)
         mean_loss(model, torch.ones(1, 4)).backward()  # and all together again
         optimizer.step()
         sync.check()

@@ -15,12 +15,13 @@ import relaxmpi as rx
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 loss_function = torch.nn.functional.cross_entropy
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 loader = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)]
 """
 
 
 def test_there_is_one_for_each_use():
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -60,9 +61,17 @@ def test_a_loop(launch):
     assert done.stdout.count("steps 3") == 2, done.stderr
 
 
+def test_what_else_a_loop_may_need(launch):
+    pytest.importorskip("torch")
+    uneven = "loader += loader[: comm.rank]\n"
+    said = "print('steps', sync.stats().steps, scheduler.last_epoch)"
+    done = launch(LOOP + BLOCKS[3] + uneven + BLOCKS[4] + said, 2, timeout=60)
+    assert done.stdout.count("steps 8 4") == 2, done.stderr
+
+
 def test_a_simulated_world():
     names = {}
-    exec("import numpy as np\nimport relaxmpi as rx\n" + BLOCKS[5], names)
+    exec("import numpy as np\nimport relaxmpi as rx\n" + BLOCKS[6], names)
     assert len(names["means"]) == 16
     assert names["means"][0][0] == pytest.approx(7.5, abs=1.0)
 
@@ -72,6 +81,6 @@ def test_a_loop_that_keeps_ddp(launch):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-    done = launch(BLOCKS[4], 2, env=where, timeout=60)
+    done = launch(BLOCKS[5], 2, env=where, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tensor([[") == 2
