@@ -20,7 +20,6 @@ Scratch = Callable[[Device, int, str], Any]
 
 # Pieces of this many encoded numbers are long enough for what a message costs.
 _PIECE = 2**19
-_MOST_PIECES = 8
 
 # Half precision is summed in single precision, or sums would overflow.
 _WORK = {"float16": "float32", "bfloat16": "float32"}
@@ -178,7 +177,7 @@ class Coded:
 
     def pieces(self, x: Any, busy: int) -> int:
         """Cuts change codes, so their number depends on nothing but the count of numbers."""
-        return max(1, min(_MOST_PIECES, len(x) // _PIECE))
+        return max(1, len(x) // _PIECE)
 
     def at(self, lo: int) -> Coded:
         """The same, counted from `lo`."""
