@@ -1,6 +1,7 @@
 """Small models, and the loops that the tests of `attach` compare."""
 
 import copy
+import sys
 from functools import lru_cache
 
 import numpy as np
@@ -96,3 +97,17 @@ def copies(model, optimizer_of):
     """The model and a copy, each with its optimizer."""
     twin = copy.deepcopy(model)
     return (model, optimizer_of(model)), (twin, optimizer_of(twin))
+
+
+def traces(model, optimizer):
+    """The hooks and attributes that attach may have left behind."""
+    hooked = sys.modules["torch.optim.optimizer"]  # torch.optim deletes the name
+    counts = [len(getattr(optimizer, n)) for n in vars(optimizer) if n.endswith("_hooks")]
+    return {
+        "parameters": [len(p._post_accumulate_grad_hooks or ()) for p in model.parameters()],
+        "backward": [len(p._backward_hooks or ()) for p in model.parameters()],
+        "modules": [sorted(vars(m)) for m in model.modules()],
+        "attributes": [sorted(vars(x)) for x in (optimizer, *model.parameters())],
+        "types": {k: type(v) for k, v in vars(optimizer).items()},
+        "optimizer": [*counts, len(hooked._global_optimizer_pre_hooks)],
+    }
