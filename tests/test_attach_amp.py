@@ -1,5 +1,6 @@
 """`attach` with GradScaler: `sync.wait()` before what looks at gradients, and inf steps."""
 
+import numpy as np
 import pytest
 from loops import SMALL, assert_close, copies, loss_of, nn, perceptron, sgd_of, torch, weight_of
 
@@ -69,11 +70,18 @@ def test_without_wait_every_rank_gets_an_error(comm, unscale, rule, inf):
     sync.detach()
 
 
+class Deaf(rx.Identity):
+    """A codec that does not pass on what is not finite."""
+
+    def encode(self, x, payload, **where):
+        super().encode(np.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0), payload, **where)
+
+
 @pytest.mark.ranks(2)
 def test_every_codec_lets_a_grad_scaler_see_inf(comm):
     """Also those that might leave the one bad number out, or clip it."""
     bad = torch.tensor([float("inf") if comm.rank else 1.0, *[1e3] * 7])
-    for codec in (rx.OneBit(), rx.MinMaxUInt8(), rx.Quantizer(bits=4), rx.TopK(0.25)):
+    for codec in (rx.OneBit(), rx.MinMaxUInt8(), rx.Quantizer(bits=4), rx.TopK(0.25), Deaf()):
         model, optimizer = weight_of([0.0] * 8)
         algorithm, guard = rx.QSGD(codec=codec, feedback=True), rx.NonFinite.SKIP
         with rx.attach(model, optimizer, algorithm, comm=comm, nonfinite=guard) as sync:

@@ -257,3 +257,23 @@ def test_detach_between_backward_and_step(comm):
     sync.detach()
     grads = [p.grad.item() for p in model.parameters()]
     assert comm.mpi.allgather(grads) == [grads] * comm.size
+
+
+@pytest.mark.ranks(2, 3)
+def test_a_parameter_used_on_one_rank_and_only_inside_no_sync(comm):
+    model = Branches()
+    before = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with rx.attach(model, optimizer, rx.SGD(), comm=comm) as sync:
+        for _ in range(2):
+            optimizer.zero_grad()
+            with sync.no_sync():
+                model(torch.ones(1, 4), left=comm.rank == 0).sum().backward()
+            model(torch.ones(1, 4), left=False).sum().backward()
+            optimizer.step()
+        sync.check()
+    share = 1 / comm.size
+    left = before.left.weight - model.left.weight
+    right = before.right.weight - model.right.weight
+    torch.testing.assert_close(left, torch.full((2, 4), 2 * share))
+    torch.testing.assert_close(right, torch.full((2, 4), 2 * (2 - share)))
