@@ -1,6 +1,7 @@
 """Fixtures and hooks of the test-suite; how multi-rank tests run is in plugin/mpi_worlds."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "ranks(*n, timeout=None, mpi=None): run on n MPI ranks, once for each n and MPI stack",
     )
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     plugin: object
     if FOLDER in os.environ:
         plugin = Rank(config)
