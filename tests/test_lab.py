@@ -242,7 +242,8 @@ def test_timeout(clean):
 )
 def test_a_signal_leaves_nothing(clean, number, status):
     wait = "import time; print('begun', flush=True); time.sleep(600)"
-    job = start(clean, "--", "sh", "-c", f'setsid sleep 600 & trap "" TERM; {sys.executable} -c "{wait}"')
+    program = f'setsid sleep 600 & trap "" TERM; {sys.executable} -c "{wait}"'
+    job = start(clean, "--", "sh", "-c", program)
     assert job.stdout.readline() == "begun\n"
     assert len(processes_with(clean)) > 6
     made = networks(clean)
