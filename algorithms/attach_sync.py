@@ -196,11 +196,18 @@ class Sync:
         Raises:
             ValueError: It is of another model, or of other bucket sizes.
             MismatchError: The ranks restore different layouts.
+            RelaxError: Gradients are on their way: restore after `wait` or after the step.
         """
         exchange = self._exchange
         index = {slot.name: slot.index for slot in exchange.slots}
         order, buckets = state["order"], state["buckets"]
-        barrier(exchange.control, name=f"restored order {order}")
+        on_their_way = bool(exchange.parts) and exchange.pending and exchange.facts is None
+        barrier(exchange.control, name=f"restored order {order}, in flight: {on_their_way}")
+        if on_their_way:
+            raise RelaxError(
+                "load_state_dict() between backward and step would lose the gradients on their "
+                "way: call sync.wait() first, or restore after the step"
+            )
         if self.comm.size == 1 or order is None:
             return
         if sorted(order) != sorted(index):

@@ -51,7 +51,8 @@ class Comm:
             places of a program get a MismatchError instead of each other's numbers.
         rehearsed: Set on all ranks that have agreed on the calls to come and their order: data
             need not wait for the agreement of each call, which still ends it. Where the ranks
-            differ nevertheless, the Comm breaks and buffers may have been written to.
+            differ nevertheless the Comm breaks and buffers may have been written to; where the
+            sizes differ, MPI itself may crash.
         steps: How often each named call with a codec has run: the codecs' random numbers depend
             on it, so it is a part of what must be saved and restored.
     """

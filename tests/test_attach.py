@@ -291,3 +291,20 @@ def test_switching_algorithms_six_times(comm):
         fit(comm, model, optimizer, algorithm, 3, lambda sync: sync.check())
         assert traces(model, optimizer) == before
     assert loss_of(model).item() < loss_of(perceptron()).item()
+
+
+@pytest.mark.ranks(2)
+def test_restoring_while_gradients_are_on_their_way_is_refused(comm):
+    model = perceptron()
+    optimizer = sgd_of(model)
+    with rx.attach(model, optimizer, rx.SGD(), comm=comm, **SMALL) as sync:
+        for refused in (False, True):
+            optimizer.zero_grad()
+            loss_of(model, comm.rank, comm.size).backward()
+            if refused:
+                with pytest.raises(rx.RelaxError, match="on their way"):
+                    sync.load_state_dict(sync.state_dict())
+            sync.wait()
+            sync.load_state_dict(sync.state_dict())
+            optimizer.step()
+        sync.check()
