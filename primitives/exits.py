@@ -24,6 +24,9 @@ _installed_in = 0
 
 # The launcher drops what a rank on another host has printed and it has not forwarded yet.
 _FORWARDING = 0.3
+# Two ranks that abort at the same moment can leave the launcher hanging: the lowest goes first.
+_BETWEEN_RANKS = 0.25
+_LONGEST_TURN = 2.0
 _ABORTING = 5.0
 _LEAVING = 2.0
 
@@ -77,7 +80,7 @@ def _abort(why: str) -> None:
     with _unredirected():
         print(f"relaxmpi: rank {rank} of {size} failed and ends the job: {why}", file=sys.stderr)
         sys.stderr.flush()
-    time.sleep(_FORWARDING)
+    time.sleep(_FORWARDING + min(_BETWEEN_RANKS * rank, _LONGEST_TURN))
     # Aborts of two ranks at once can block each other; MPICH's returns before the job ends.
     faulthandler.dump_traceback_later(_ABORTING, exit=True, file=sys.__stderr__ or sys.stderr)
     MPI.COMM_WORLD.Abort(1)

@@ -94,9 +94,10 @@ class NoticeBoard:
         self._post(_Kind.LEFT, self._ended, "")
 
     def all_gone(self) -> bool:
-        """Whether every other rank has left or given up."""
+        """Whether every other rank has left; one that has given up may be about to abort."""
         self._hear()
-        return len(self._gone) == self.size - 1
+        left = [said for said in self._gone.values() if said[0] is _Kind.LEFT]
+        return len(left) == self.size - 1
 
     def _explain_gone(self, work: Work[Any], gone: dict[int, tuple[_Kind, int, str]]) -> RelaxError:
         left = sorted(r for r, said in gone.items() if said[0] is _Kind.LEFT)
