@@ -251,17 +251,18 @@ class Comm:
         queue, recorder = self.queue, self._world.recorder
         if self.closed or queue.broken is not None or queue.inside():
             raise self._unusable(call)
+        span = None
         if recorder is not None:
             recorder.enter()
-        what = call.what
+            span = recorder.call(self, call.what)
         if self.mark:
-            call.what = (*what, self.mark)
+            call.what = (*call.what, self.mark)
         if self.rehearsed:
             flow = before(self._started.post(call, first=False), flow, call)
         else:
             flow = after(self._started.post(call), flow)
-        if recorder is not None:
-            flow = recorder.call(self, what, flow)
+        if recorder is not None and span is not None:
+            flow = recorder.until_done(span, self, flow)
         work = queue.submit(flow, call.__str__, self._notices)
         if recorder is not None:
             recorder.leave()
@@ -284,11 +285,12 @@ class Comm:
                 f"{call} inside a primitive of another Comm would hang: the two streams know "
                 "nothing of each other; use one Comm, or comm.by_node()"
             )
-        flow = after(self._inside.post(call), flow)
         recorder = self._world.recorder
-        if recorder is not None:
-            flow = recorder.call(self, call.what, flow, inner=True)
-        return (yield from flow)
+        if recorder is None:
+            return (yield from after(self._inside.post(call), flow))
+        span = recorder.call(self, call.what, inner=True)
+        flow = after(self._inside.post(call), flow)
+        return (yield from recorder.until_done(span, self, flow))
 
     @property
     def layout(self) -> str:

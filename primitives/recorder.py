@@ -145,17 +145,16 @@ class Recorder:
         self.stats.append(stats)
         self.leave()
 
-    def call(
-        self, comm: Comm, what: tuple[Hashable, ...], flow: Flow[T], *, inner: bool = False
-    ) -> Flow[T]:
-        """Note a call that starts; the flow returned notes its end."""
+    def call(self, comm: Comm, what: tuple[Hashable, ...], *, inner: bool = False) -> CallSpan:
+        """Note a call that starts; nothing of it has been sent yet."""
         words = tuple(str(part) for part in what if part not in (None, ""))
         lasting = tuple(word for word in words if not word.startswith("step "))
         span = CallSpan(lasting, comm.mark, inner, self.now())
         self.calls.append(span)
-        return self._until_done(span, comm, flow)
+        return span
 
-    def _until_done(self, span: CallSpan, comm: Comm, flow: Flow[T]) -> Flow[T]:
+    def until_done(self, span: CallSpan, comm: Comm, flow: Flow[T]) -> Flow[T]:
+        """Return the flow of a call that notes its turn and its end."""
         before, span.turn = comm.sent(), self.now()
         try:
             result = yield from flow
