@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from relaxmpi.algorithms.attach_stats import SyncStats
     from relaxmpi.algorithms.attach_sync import Sync
     from relaxmpi.algorithms.attach_torch import attach
-    from relaxmpi.algorithms.base import Algorithm, Bound
+    from relaxmpi.algorithms.base import Algorithm, Bound, Local, Rule
     from relaxmpi.algorithms.qsgd import QSGD, ByteGrad
     from relaxmpi.algorithms.sgd import SGD
 
@@ -23,7 +23,9 @@ __all__ = [
     "Bound",
     "ByteGrad",
     "DDPHook",
+    "Local",
     "NonFinite",
+    "Rule",
     "Sync",
     "SyncStats",
     "attach",
@@ -35,7 +37,9 @@ _HOME = {
     "Bound": "base",
     "ByteGrad": "qsgd",
     "DDPHook": "attach_ddp",
+    "Local": "base",
     "QSGD": "qsgd",
+    "Rule": "base",
     "SGD": "sgd",
     "NonFinite": "attach_flags",
     "Sync": "attach_sync",

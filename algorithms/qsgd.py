@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from relaxmpi.algorithms.base import Algorithm
+from relaxmpi.algorithms.base import Algorithm, Rule
 from relaxmpi.algorithms.sgd import SGD, BoundSGD
 from relaxmpi.primitives import Codec, Comm, ErrorFeedback, MinMaxUInt8, OneBit, Quantizer
 
@@ -46,7 +46,7 @@ class QSGD(Algorithm):
     bits: int = 8
     codec: Codec | None = None
     feedback: bool = False
-    rule: SGD = field(default_factory=SGD)
+    rule: Rule = field(default_factory=SGD)
 
     def __post_init__(self) -> None:
         if self.bits not in range(1, 9):
@@ -69,7 +69,7 @@ class QSGD(Algorithm):
         return self.rule.own_rule
 
 
-def ByteGrad(*, feedback: bool = False, rule: SGD | None = None) -> QSGD:  # noqa: N802
+def ByteGrad(*, feedback: bool = False, rule: Rule | None = None) -> QSGD:  # noqa: N802
     """Return the algorithm that BAGUA calls ByteGrad: QSGD with `MinMaxUInt8`.
 
     Example:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from relaxmpi.algorithms.base import Algorithm, Bound
+from relaxmpi.algorithms.base import Algorithm, Bound, Local, Rule
 from relaxmpi.primitives import MEAN, Codec, Comm, ErrorFeedback, Work, allreduce
 
 __all__ = ["SGD", "BoundSGD"]
 
 
 @dataclass(frozen=True)
-class SGD(Algorithm):
+class SGD(Algorithm, Rule):
     """Synchronous SGD; with a batch of equal size on every rank, SGD on the union of the batches.
 
     With f_i the loss on rank i, mu the momentum and w the weight decay:
@@ -56,6 +56,10 @@ class SGD(Algorithm):
         """See `Algorithm.bind`."""
         return BoundSGD(self, comm, x, lr, name)
 
+    def local(self) -> Descent:
+        """See `Rule.local`."""
+        return Descent(self)
+
     @property
     def own_rule(self) -> str:
         """The settings that differ from plain descent."""
@@ -63,22 +67,47 @@ class SGD(Algorithm):
         return ", ".join(f"{name}={value}" for name, value in ours.items() if value)
 
 
+class Descent(Local):
+    """Descent with momentum and weight decay."""
+
+    def __init__(self, rule: SGD) -> None:
+        self.rule = rule
+        self.v: Any = 0.0
+
+    def apply(self, x: Any, g: Any, lr: float) -> None:
+        """See `Local`."""
+        mu, w = self.rule.momentum, self.rule.weight_decay
+        if w:
+            g = g + w * x
+        if mu:
+            self.v = mu * self.v + g
+            g = g + mu * self.v if self.rule.nesterov else self.v
+        x -= lr * g
+
+    def state_dict(self) -> dict[str, Any]:
+        """The momentum, which is never changed in place: no copy."""
+        return {"v": self.v}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Local`."""
+        self.v = state["v"]
+
+
 class BoundSGD(Bound):
-    """The state of SGD for one buffer; with a codec, that of QSGD."""
+    """The state of SGD for one buffer, or of another rule; with a codec, that of QSGD."""
 
     def __init__(
         self,
-        rule: SGD,
+        rule: Rule,
         comm: Comm,
         x: Any,
         lr: float,
         name: str,
         codec: Codec | ErrorFeedback | None = None,
     ) -> None:
-        self.rule, self.comm, self.x, self.lr, self.name = rule, comm, x, lr, name
-        self.codec = codec
+        self.comm, self.x, self.lr, self.name = comm, x, lr, name
+        self.rule, self.codec = rule.local(), codec
         self.t = 0
-        self.v: Any = 0.0
 
     def on_grads(self, g: Any) -> Work[Any]:
         """Start to replace `g` by its mean over the ranks."""
@@ -89,21 +118,16 @@ class BoundSGD(Bound):
 
     def on_step(self, g: Any) -> None:
         """Descend."""
-        mu, w = self.rule.momentum, self.rule.weight_decay
-        if w:
-            g = g + w * self.x
-        if mu:
-            self.v = mu * self.v + g
-            g = g + mu * self.v if self.rule.nesterov else self.v
-        self.x -= self.lr * g
+        self.rule.apply(self.x, g, self.lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken, momentum (never changed in place: no copy), what the codec still owes."""
+        """Steps taken, the state of the rule, what the codec still owes."""
         owed = self.codec.state_dict() if isinstance(self.codec, ErrorFeedback) else None
-        return {"t": self.t, "v": self.v, "owed": owed}
+        return {"t": self.t, "rule": self.rule.state_dict(), "owed": owed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore; the parameters are the caller's to restore."""
-        self.t, self.v = state["t"], state["v"]
+        self.t = state["t"]
+        self.rule.load_state_dict(state["rule"])
         if isinstance(self.codec, ErrorFeedback):
             self.codec.load_state_dict(state["owed"])
