@@ -67,7 +67,7 @@ class EdgePatience:
         return None
 
     def _missing(self) -> str:
-        waiting = self.exchange.waiting
+        waiting = self.exchange.silent()
         if waiting:
             return f"nothing from rank{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}"
         sent = self.exchange.sent

@@ -159,6 +159,10 @@ class Exchange:
         self._edges.give_up(self, peer, why)
         raise MismatchError(f"the ranks disagree on their edge: {why}")
 
+    def silent(self) -> list[int]:
+        """Return the ranks that nothing has come from."""
+        return [peer for peer in self.waiting if not self._arriving[peer][1].test()]
+
     def left(self) -> Request:
         """Return the request of all sends."""
         return Every(self._leaving)
