@@ -15,13 +15,13 @@ _HOME = {
         "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit TopK ErrorFeedback "
         "DifferenceCompression DCD Bucket buckets_of "
         "Topology Complete Ring Exponential OnePeerExponential BipartiteExponential ShiftOne "
-        "RandomPairs from_matrix from_networkx "
+        "RandomPairs BaseGraph from_matrix from_networkx "
         "SimulatedWorld Network faults "
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),
     "relaxmpi.algorithms": (
-        "Algorithm Bound Rule Local SGD QSGD ByteGrad attach Sync SyncStats NonFinite ddp_hook "
-        "DDPHook"
+        "Algorithm Bound Rule Local SGD QSGD ByteGrad "
+        "attach Sync SyncStats NonFinite ddp_hook DDPHook"
     ).split(),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
