@@ -13,7 +13,7 @@ def begin(comm, d=700, dtype="f4"):
     return np.random.default_rng([1, comm.rank]).standard_normal(d).astype(dtype)
 
 
-def gossip(steps, memory_of, d=700, dtype="f4", lr=0.0, topology=rx.Ring()):
+def gossip(steps, memory_of, d=700, dtype="f4", lr=0.0):
     def program():
         with rx.Comm.world() as comm:
             x, memory = begin(comm, d, dtype), memory_of()
@@ -21,7 +21,7 @@ def gossip(steps, memory_of, d=700, dtype="f4", lr=0.0, topology=rx.Ring()):
             for _ in range(steps):
                 if lr:
                     x -= (lr * rng.standard_normal(d)).astype(dtype)
-                rx.neighbor_allreduce(comm, x, topology=topology, codec=memory)
+                rx.neighbor_allreduce(comm, x, topology=rx.Ring(), codec=memory)
             return first, x, memory
 
     return program
