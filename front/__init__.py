@@ -18,7 +18,9 @@ _HOME = {
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),
     "relaxmpi.algorithms": (
-        "Algorithm Bound Rule Local SGD QSGD ByteGrad attach Sync SyncStats NonFinite ddp_hook DDPHook"
+        "Algorithm Bound Rule Local SGD QSGD ByteGrad "
+        "OSGP SGP Decentralized Order Choco LowPrecisionDecentralized SlowMo "
+        "attach Sync SyncStats NonFinite ddp_hook DDPHook"
     ).split(),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
