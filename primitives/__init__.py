@@ -14,6 +14,7 @@ from relaxmpi.primitives.codecs import (
 from relaxmpi.primitives.comm import Comm
 from relaxmpi.primitives.cpu import Cpu
 from relaxmpi.primitives.devices import register
+from relaxmpi.primitives.difference import DCD, DifferenceCompression
 from relaxmpi.primitives.errors import (
     BrokenComm,
     Deadlock,
@@ -55,6 +56,7 @@ from relaxmpi.primitives.verbs import (
 from relaxmpi.primitives.work import Work
 
 __all__ = [
+    "DCD",
     "MAX",
     "MEAN",
     "MIN",
@@ -68,6 +70,7 @@ __all__ = [
     "Comm",
     "Complete",
     "Deadlock",
+    "DifferenceCompression",
     "ErrorFeedback",
     "Exponential",
     "Hierarchy",
@@ -98,10 +101,10 @@ __all__ = [
     "broadcast",
     "buckets_of",
     "faults",
-    "neighbor_allreduce",
-    "pairwise_average",
     "from_matrix",
     "from_networkx",
+    "neighbor_allreduce",
+    "pairwise_average",
     "primitive",
     "push_sum",
     "reduce_scatter",
