@@ -12,6 +12,8 @@ _HOME = {
         "Comm Hierarchy Work primitive "
         "allreduce reduce_scatter allgather broadcast alltoall barrier SUM MEAN MAX MIN Op "
         "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit TopK ErrorFeedback Bucket buckets_of "
+        "Topology Complete Ring Exponential OnePeerExponential BipartiteExponential ShiftOne "
+        "RandomPairs from_matrix from_networkx "
         "SimulatedWorld Network faults "
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),

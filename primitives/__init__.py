@@ -30,6 +30,17 @@ from relaxmpi.primitives.primitive import primitive
 from relaxmpi.primitives.simulation import faults
 from relaxmpi.primitives.simulation.network import Network
 from relaxmpi.primitives.simulation.simulated import SimulatedWorld
+from relaxmpi.primitives.topologies import (
+    BipartiteExponential,
+    Complete,
+    Exponential,
+    OnePeerExponential,
+    RandomPairs,
+    Ring,
+    ShiftOne,
+)
+from relaxmpi.primitives.topology import Topology
+from relaxmpi.primitives.topology_matrix import from_matrix, from_networkx
 from relaxmpi.primitives.verbs import (
     allgather,
     allreduce,
@@ -45,13 +56,16 @@ __all__ = [
     "MEAN",
     "MIN",
     "SUM",
+    "BipartiteExponential",
     "BrokenComm",
     "Bucket",
     "Cast",
     "Codec",
     "Comm",
+    "Complete",
     "Deadlock",
     "ErrorFeedback",
+    "Exponential",
     "Hierarchy",
     "Identity",
     "Key",
@@ -60,13 +74,18 @@ __all__ = [
     "Network",
     "NonFiniteError",
     "OneBit",
+    "OnePeerExponential",
     "Op",
     "PeerLeft",
     "PeerTimeout",
     "Quantizer",
+    "RandomPairs",
     "RelaxError",
+    "Ring",
+    "ShiftOne",
     "SimulatedWorld",
     "TopK",
+    "Topology",
     "Work",
     "allgather",
     "allreduce",
@@ -75,6 +94,8 @@ __all__ = [
     "broadcast",
     "buckets_of",
     "faults",
+    "from_matrix",
+    "from_networkx",
     "primitive",
     "reduce_scatter",
     "register",
