@@ -1,5 +1,6 @@
 """The low-level layer: how ranks talk."""
 
+from relaxmpi.primitives.async_push_sum import AsyncPushSum, AsyncStats
 from relaxmpi.primitives.bucket import Bucket, buckets_of
 from relaxmpi.primitives.codecs import (
     Cast,
@@ -56,6 +57,8 @@ __all__ = [
     "MEAN",
     "MIN",
     "SUM",
+    "AsyncPushSum",
+    "AsyncStats",
     "BipartiteExponential",
     "BrokenComm",
     "Bucket",
