@@ -13,7 +13,7 @@ _HOME = {
         "allreduce reduce_scatter allgather broadcast alltoall barrier SUM MEAN MAX MIN Op "
         "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit TopK ErrorFeedback Bucket buckets_of "
         "Topology Complete Ring Exponential OnePeerExponential BipartiteExponential ShiftOne "
-        "RandomPairs from_matrix from_networkx "
+        "RandomPairs BaseGraph from_matrix from_networkx "
         "AsyncPushSum AsyncStats "
         "SimulatedWorld Network faults "
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"

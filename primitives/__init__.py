@@ -41,6 +41,7 @@ from relaxmpi.primitives.topologies import (
     ShiftOne,
 )
 from relaxmpi.primitives.topology import Topology
+from relaxmpi.primitives.topology_base_graph import BaseGraph
 from relaxmpi.primitives.topology_matrix import from_matrix, from_networkx
 from relaxmpi.primitives.verbs import (
     allgather,
@@ -59,6 +60,7 @@ __all__ = [
     "SUM",
     "AsyncPushSum",
     "AsyncStats",
+    "BaseGraph",
     "BipartiteExponential",
     "BrokenComm",
     "Bucket",
