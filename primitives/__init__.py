@@ -31,7 +31,8 @@ from relaxmpi.primitives.primitive import primitive
 from relaxmpi.primitives.simulation import faults
 from relaxmpi.primitives.simulation.network import Network
 from relaxmpi.primitives.simulation.simulated import SimulatedWorld
-from relaxmpi.primitives.topologies import (
+from relaxmpi.primitives.topology import (
+    BaseGraph,
     BipartiteExponential,
     Complete,
     Exponential,
@@ -39,10 +40,10 @@ from relaxmpi.primitives.topologies import (
     RandomPairs,
     Ring,
     ShiftOne,
+    Topology,
+    from_matrix,
+    from_networkx,
 )
-from relaxmpi.primitives.topology import Topology
-from relaxmpi.primitives.topology_base_graph import BaseGraph
-from relaxmpi.primitives.topology_matrix import from_matrix, from_networkx
 from relaxmpi.primitives.verbs import (
     allgather,
     allreduce,
