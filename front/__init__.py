@@ -14,7 +14,7 @@ _HOME = {
         "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit TopK ErrorFeedback Bucket buckets_of "
         "Topology Complete Ring Exponential OnePeerExponential BipartiteExponential ShiftOne "
         "RandomPairs BaseGraph from_matrix from_networkx "
-        "AsyncPushSum AsyncStats "
+        "AsyncPushSum AsyncPairwise AsyncStats "
         "SimulatedWorld Network faults "
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),

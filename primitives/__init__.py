@@ -1,6 +1,8 @@
 """The low-level layer: how ranks talk."""
 
-from relaxmpi.primitives.async_push_sum import AsyncPushSum, AsyncStats
+from relaxmpi.primitives.async_pairwise import AsyncPairwise
+from relaxmpi.primitives.async_push_sum import AsyncPushSum
+from relaxmpi.primitives.async_stats import AsyncStats
 from relaxmpi.primitives.bucket import Bucket, buckets_of
 from relaxmpi.primitives.codecs import (
     Cast,
@@ -59,6 +61,7 @@ __all__ = [
     "MEAN",
     "MIN",
     "SUM",
+    "AsyncPairwise",
     "AsyncPushSum",
     "AsyncStats",
     "BaseGraph",

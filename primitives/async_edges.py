@@ -5,17 +5,29 @@ from __future__ import annotations
 import struct
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from relaxmpi.primitives.errors import RelaxError
+from relaxmpi.primitives.topology import Topology
 from relaxmpi.primitives.transport import Request
 
-__all__ = ["Carrier", "Flying", "Header", "InEdge", "Note", "OutEdge", "Shares", "Sums"]
+__all__ = [
+    "ACK",
+    "GAVE_UP",
+    "HEADER",
+    "STEP",
+    "STOP",
+    "Flying",
+    "Header",
+    "InEdge",
+    "Note",
+    "OutEdge",
+    "neighbours",
+]
 
 HEADER = 64  # bytes, so that the numbers behind it are aligned
-_HEADER = struct.Struct("<4sHHiqqqdQ")
+_HEADER = struct.Struct("<4sHHiqqqddQ")
+_PERIOD = 64  # steps of a schedule that are looked at to find all edges
 _MAGIC = b"rxps"
 _VERSION = 1
 _NOTE = struct.Struct("<iiqqd")
@@ -31,8 +43,9 @@ class Header(NamedTuple):
         epoch: How often the endpoint was drained before.
         stamp: Number of the message on its edge, from 1.
         step: The sender's step.
-        count: How many numbers.
-        w: Weight: a share, or the sum of all shares so far.
+        length: How many numbers.
+        p: The share that was given.
+        w: Weight: of this share, or the sum of all shares so far.
         name: Hash of what the ranks agreed on.
     """
 
@@ -40,7 +53,8 @@ class Header(NamedTuple):
     epoch: int
     stamp: int
     step: int
-    count: int
+    length: int
+    p: float
     w: float
     name: int
 
@@ -53,7 +67,9 @@ class Header(NamedTuple):
         """Read it; RelaxError where it is none."""
         magic, version, *rest = _HEADER.unpack_from(message, 0)
         if magic != _MAGIC or version != _VERSION:
-            raise RelaxError(f"what rank {source} sent is no message of this endpoint")
+            raise RelaxError(
+                f"what rank {source} sent is no message of an endpoint of this version"
+            )
         return cls(*rest)
 
 
@@ -96,8 +112,23 @@ class Flying(NamedTuple):
 
 @dataclass
 class OutEdge:
-    """To one peer. `given` and `taken` are sums of weight; `phi` is what its carrier keeps."""
+    """To one peer.
 
+    Attributes:
+        peer: Its rank.
+        sent: Stamp of the newest message.
+        acked: Stamp of the newest one that the peer has said to have taken.
+        given: Sum of all weight that was given.
+        taken: How much of it the peer has said to have taken.
+        step: Of the newest message.
+        flying: The messages that count as under way.
+        last: When the last one was sent.
+        patience: Seconds to wait for word of it, where it may be lost.
+        stopped: Whether the peer takes part no more until all are drained.
+        phi: What the carrier keeps.
+    """
+
+    peer: int
     sent: int = 0
     acked: int = 0
     given: float = 0.0
@@ -108,6 +139,10 @@ class OutEdge:
     patience: float = 0.0
     stopped: bool = False
     phi: Any = None
+
+    def levelled(self) -> OutEdge:
+        """Return what remains of it when nothing is under way."""
+        return OutEdge(self.peer, phi=self.phi)
 
 
 @dataclass
@@ -134,106 +169,23 @@ class InEdge:
     passed: tuple[int, int] | None = None
     stop: int | None = None
 
+    def catch_up(self) -> None:
+        """What was heard of is folded now."""
+        self.heard = max(self.fresh, self.heard)
+        self.missing = None
 
-class Carrier(Protocol):
-    """How numbers travel on an edge.
-
-    Attributes:
-        form: Its number in headers.
-        nbytes: Bytes of one message behind the header.
-        replaces: Whether a newer message makes older ones superfluous.
-    """
-
-    form: int
-    nbytes: int
-    replaces: bool
-
-    def give(self, edge: OutEdge, x: Any, p: float, payload: Any) -> float:
-        """Put the share p of `x` on an edge; return the part of the weight that goes with it."""
-
-    def keep(self, x: Any, part: float) -> None:
-        """Leave to `x` the part that was not given."""
-
-    def again(self, edge: OutEdge, payload: Any) -> None:
-        """Fill the payload of the edge's newest message once more."""
-
-    def take(self, edge: InEdge, payload: Any, into: Any) -> None:
-        """Add to `into` what a message brings."""
-
-    def level(self, edge: OutEdge | InEdge) -> None:
-        """Begin anew on an edge on which nothing is under way."""
+    def levelled(self) -> InEdge:
+        """Return what remains of it when nothing is under way."""
+        return InEdge(rho=self.rho, heard=self.heard, fresh=self.heard, missing=self.missing)
 
 
-class Shares:
-    """The shares p x themselves, for mailboxes on which every message arrives, once, in order."""
-
-    form, replaces = 1, False
-
-    def __init__(self, x: Any) -> None:
-        self._dtype, self.nbytes = x.dtype, x.nbytes
-
-    def give(self, edge: OutEdge, x: Any, p: float, payload: Any) -> float:
-        """See `Carrier`."""
-        np.multiply(x, self._dtype.type(p), out=payload.view(self._dtype))
-        return p
-
-    def keep(self, x: Any, part: float) -> None:
-        """See `Carrier`."""
-        x *= self._dtype.type(part)
-
-    def again(self, edge: OutEdge, payload: Any) -> None:
-        """Nothing is ever sent again."""
-        raise NotImplementedError
-
-    def take(self, edge: InEdge, payload: Any, into: Any) -> None:
-        """See `Carrier`."""
-        into += payload.view(self._dtype)
-
-    def level(self, edge: OutEdge | InEdge) -> None:
-        """There is nothing to forget."""
-
-
-class Sums:
-    """Sums of all shares so far, phi, in float64: robust push-sum.
-
-    The receiver adds phi - rho and remembers rho = phi (Spiridonoff, Olshevsky and Paschalidis
-    2020), so a newer message replaces an older one, and lost or repeated ones cost nothing. The
-    difference of two sums over k shares is exact to k ulps of float64.
-    """
-
-    form, replaces = 2, True
-
-    def __init__(self, x: Any) -> None:
-        self._count, self._dtype, self.nbytes = len(x), x.dtype, 8 * len(x)
-
-    def give(self, edge: OutEdge, x: Any, p: float, payload: Any) -> float:
-        """See `Carrier`."""
-        if edge.phi is None:
-            edge.phi = np.zeros(self._count)
-        edge.phi += x * self._dtype.type(p)
-        self.again(edge, payload)
-        return p
-
-    def keep(self, x: Any, part: float) -> None:
-        """See `Carrier`."""
-        x *= self._dtype.type(part)
-
-    def again(self, edge: OutEdge, payload: Any) -> None:
-        """See `Carrier`."""
-        payload.view(np.float64)[:] = edge.phi
-
-    def take(self, edge: InEdge, payload: Any, into: Any) -> None:
-        """See `Carrier`."""
-        phi = payload.view(np.float64)
-        if edge.rho is None:
-            edge.rho = np.zeros(self._count)
-        np.subtract(phi, edge.rho, out=edge.rho)
-        into += edge.rho.astype(self._dtype, copy=False)
-        edge.rho[:] = phi
-
-    def level(self, edge: OutEdge | InEdge) -> None:
-        """See `Carrier`: what was given and what was taken are equal now."""
-        if isinstance(edge, OutEdge):
-            edge.phi = None
-        else:
-            edge.rho = None
+def neighbours(topology: Topology, rank: int, n: int) -> tuple[list[int], list[int]]:
+    """Return all ranks that may send to this one in some step, and those it may send to."""
+    period = topology.period(n)
+    if period is None or period > _PERIOD:
+        others = [r for r in range(n) if r != rank]
+        return others, others
+    steps = range(period)
+    sources = sorted({r for k in steps for r in topology.into(rank, n, k)})
+    dests = sorted({r for k in steps for r in topology.out(rank, n, k)})
+    return sources, dests

@@ -54,7 +54,7 @@ class Endpoint:
         self.closed = False
         self._title = f"{self.kind} {name!r}" if name else self.kind
         self._failed: RelaxError | None = None
-        self._gave_up: dict[int, str] = {}
+        self._gave_up: set[int] = set()
         self._box: Mailbox = comm.mailbox(self._title, length, peers, ring)
         self._queue = comm.lane()
         self._patience = _Edges(self)
@@ -171,7 +171,7 @@ class _Edges:
         gone = missing.keys() & comm.left()
         if gone:
             return PeerLeft(f"{waits}; the program of {_ranks(gone)} ended without close()")
-        gave_up = missing.keys() & endpoint._gave_up.keys()
+        gave_up = missing.keys() & endpoint._gave_up
         if gave_up or work.waited > settings.timeout:
             endpoint._say_broken()
             why = f"{_ranks(gave_up)} gave up" if gave_up else f"waited {settings.timeout:g} s"

@@ -33,10 +33,10 @@ class _Inbox(Ticket):
         self.alarm = float("inf")
 
     def news(self, time: float) -> None:
-        """Something is here from this time on."""
-        self.done = True
-        self.scheduler.completed(self.rank, self, time)
-
+        """Something is here from this time on: whatever the rank waits in, it takes a look."""
+        self.done, self.rank.spun = True, 0.0
+        if self.rank.resting:
+            self.scheduler.wake(self.rank, time)
 
     def forget(self, sender: int) -> None:
         """Drop the oldest message of a sender: there is no room."""
@@ -65,7 +65,7 @@ class SimulatedMailbox:
 
     It is reliable, over the ordered pipes of all other messages, unless the world has faults that
     lose, repeat or reorder messages: then each goes by itself, and the oldest is lost where the
-    receiver has no room. Notes are small, cost latency only, and are lost only with a rank that is killed.
+    receiver has no room. Notes are small, cost latency only, and are lost with killed ranks only.
     """
 
     def __init__(
