@@ -27,6 +27,7 @@ from relaxmpi.primitives.errors import (
     RelaxError,
 )
 from relaxmpi.primitives.feedback import ErrorFeedback
+from relaxmpi.primitives.gossip import neighbor_allreduce, pairwise_average, push_sum
 from relaxmpi.primitives.hierarchy import Hierarchy
 from relaxmpi.primitives.ops import MAX, MEAN, MIN, SUM, Op
 from relaxmpi.primitives.primitive import primitive
@@ -105,7 +106,10 @@ __all__ = [
     "faults",
     "from_matrix",
     "from_networkx",
+    "neighbor_allreduce",
+    "pairwise_average",
     "primitive",
+    "push_sum",
     "reduce_scatter",
     "register",
 ]

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from relaxmpi.primitives.errors import RelaxError
+from relaxmpi.primitives.work import run_in_background
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,6 +53,7 @@ class Background:
         self._thread.start()
 
     def _run(self) -> None:
+        run_in_background()
         while not self._closing:
             self._filled.wait()
             self._filled.clear()
