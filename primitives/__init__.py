@@ -17,6 +17,7 @@ from relaxmpi.primitives.codecs import (
 from relaxmpi.primitives.comm import Comm
 from relaxmpi.primitives.cpu import Cpu
 from relaxmpi.primitives.devices import register
+from relaxmpi.primitives.difference import DCD, DifferenceCompression
 from relaxmpi.primitives.errors import (
     BrokenComm,
     Deadlock,
@@ -58,6 +59,7 @@ from relaxmpi.primitives.verbs import (
 from relaxmpi.primitives.work import Work
 
 __all__ = [
+    "DCD",
     "MAX",
     "MEAN",
     "MIN",
@@ -74,6 +76,7 @@ __all__ = [
     "Comm",
     "Complete",
     "Deadlock",
+    "DifferenceCompression",
     "ErrorFeedback",
     "Exponential",
     "Hierarchy",
