@@ -1,5 +1,8 @@
 """The low-level layer: how ranks talk."""
 
+from relaxmpi.primitives.async_pairwise import AsyncPairwise
+from relaxmpi.primitives.async_push_sum import AsyncPushSum
+from relaxmpi.primitives.async_stats import AsyncStats
 from relaxmpi.primitives.bucket import Bucket, buckets_of
 from relaxmpi.primitives.codecs import (
     Cast,
@@ -61,6 +64,9 @@ __all__ = [
     "MEAN",
     "MIN",
     "SUM",
+    "AsyncPairwise",
+    "AsyncPushSum",
+    "AsyncStats",
     "BaseGraph",
     "BipartiteExponential",
     "BrokenComm",
