@@ -100,7 +100,7 @@ def test_a_state_of_other_buckets_is_refused(comm):
 def test_a_change_that_the_numerator_would_not_see_is_refused(comm):
     model = perceptron()
     optimizer = sgd_of(model)
-    sync = rx.attach(model, optimizer, rx.OSGP(tau=1), comm=comm)
+    rx.attach(model, optimizer, rx.OSGP(tau=1), comm=comm)
     train(comm, model, optimizer, 2)
     with torch.no_grad():
         model[2].weight.clamp_(-0.1, 0.1)

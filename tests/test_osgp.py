@@ -146,7 +146,7 @@ def test_a_neighbour_that_stops_blocks_after_tau_steps_and_no_earlier(tau):
         if comm.rank == 0:
             comm.compute(100.0)
             return None
-        with pytest.raises(rx.PeerTimeout, match="nothing from ranks? 0"):
+        with pytest.raises(rx.PeerTimeout, match=r"nothing from ranks? 0"):
             for _ in range(100):
                 opt.step(np.zeros(1))
         for _, message in opt.flight:
