@@ -14,7 +14,7 @@ _HOME = {
         "neighbor_allreduce push_sum pairwise_average SUM MEAN MAX MIN Op "
         "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit TopK ErrorFeedback Bucket buckets_of "
         "Topology Complete Ring Exponential OnePeerExponential BipartiteExponential ShiftOne "
-        "RandomPairs from_matrix from_networkx "
+        "RandomPairs BaseGraph from_matrix from_networkx "
         "SimulatedWorld Network faults "
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),

@@ -41,6 +41,7 @@ from relaxmpi.primitives.topologies import (
     ShiftOne,
 )
 from relaxmpi.primitives.topology import Topology
+from relaxmpi.primitives.topology_base_graph import BaseGraph
 from relaxmpi.primitives.topology_matrix import from_matrix, from_networkx
 from relaxmpi.primitives.verbs import (
     allgather,
@@ -57,6 +58,7 @@ __all__ = [
     "MEAN",
     "MIN",
     "SUM",
+    "BaseGraph",
     "BipartiteExponential",
     "BrokenComm",
     "Bucket",
