@@ -4,7 +4,7 @@ import copy
 import dataclasses
 
 import pytest
-from loops import loss_of, numbers, perceptron, sgd_of, torch
+from loops import loss_of, nn, numbers, perceptron, sgd_of, torch
 
 import relaxmpi as rx
 
@@ -136,3 +136,64 @@ def test_messages_move_during_backward(comm):
         count = sum(p.numel() for p in model.parameters())
         assert stats.payload_bytes == 4 * count + 8 or stats.payload_bytes == 4 * count
         assert stats.buckets == 1
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "detaches"])
+@pytest.mark.parametrize("spec", [rx.SGP(rx.Ring()), rx.OSGP(tau=2)], ids=str)
+def test_a_rank_that_stops_early_is_an_error_within_the_timeout(spec, leaves):
+    def run():
+        comm, model = rx.Comm.world(timeout=5), nn.Linear(2, 1)
+        optimizer = sgd_of(model)
+        sync = rx.attach(model, optimizer, spec, comm=comm)
+
+        def steps(count):
+            for _ in range(count):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                comm.compute(1e-3)
+
+        steps(3)
+        if comm.rank == 0 and leaves:
+            return 0.0
+        begin = comm.now()
+        with pytest.raises((rx.PeerLeft, rx.PeerTimeout, rx.BrokenComm)):
+            if comm.rank == 0:
+                sync.detach()
+            steps(20)
+        return comm.now() - begin
+
+    assert max(rx.SimulatedWorld(3).run(run)) < 11
+
+
+@pytest.mark.parametrize("spec", [rx.OSGP(tau=None, topology=rx.Ring()), rx.ADPSGD()], ids=str)
+def test_ranks_that_wait_for_nobody_may_take_different_numbers_of_steps(spec):
+    def run():
+        with rx.Comm.world() as comm:
+            model = nn.Module()
+            model.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+            with rx.attach(model, optimizer, spec, comm=comm) as sync:
+                steps = 600 // (1 + 2 * (comm.rank == 3))
+                begin = comm.now()
+                for _ in range(steps):
+                    optimizer.zero_grad()
+                    comm.compute(1e-3 * (1 + 2 * (comm.rank == 3)))  # three times slower
+                    (0.5 * (model.w - comm.rank).square()).sum().backward()
+                    optimizer.step()
+                took = comm.now() - begin
+                with sync.averaged():
+                    mean = model.w.item()
+                spread = sync.spread()
+                state = sync.state_dict()
+                sync.load_state_dict(state)
+            return took / steps, mean, spread, model.w.item()
+
+    runs = rx.SimulatedWorld(4).run(run)
+    for rank, (pace, mean, spread, own) in enumerate(runs):
+        assert pace < 1.2e-3 * (1 + 2 * (rank == 3)), "somebody waited for the slow rank"
+        assert mean == runs[0][1]
+        # Fast ranks pull more often: between the mean of all and that of pulls.
+        assert 1.2 < mean < 1.6
+        assert spread < 0.5
+        assert abs(own - mean) < 0.5
