@@ -46,6 +46,7 @@ class Exchange:
         training: Whether this rank has a batch.
         weight: How much this rank's gradient counts; None for as much as any other.
         meter: Counts.
+        unit: Weights that count as one.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Exchange:
         self.paused, self.training = False, True
         self.weight: float | None = None
         # Numbers leave as multiples of the last window's mean weight: half precision is narrow.
-        self._unit = 1.0
+        self.unit = 1.0
         self._weighed: float | None = None
         self.meter = Meter(self._streams, self.others)
 
@@ -102,7 +103,7 @@ class Exchange:
             if not self._started:
                 self.meter.begin(self.comm.now())
                 self._weighed = self.weight
-            share = 1.0 if self._weighed is None else self._weighed / self._unit
+            share = 1.0 if self._weighed is None else self._weighed / self.unit
             parts[self._started].start(share, self.nonfinite is not NonFinite.PASS)
             self._started += 1
 
@@ -199,8 +200,8 @@ class Exchange:
         """Let the user see what would be seen in one process."""
         if self._weighed is not None and facts.weight:
             for part in self.parts:
-                part.flat.mul_(self.comm.size * self._unit / facts.weight)
-            self._unit = facts.weight / self.comm.size
+                part.flat.mul_(self.comm.size * self.unit / facts.weight)
+            self.unit = facts.weight / self.comm.size
         if facts.culprit is not None:
             for part in self.parts:
                 part.undo()

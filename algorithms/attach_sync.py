@@ -184,11 +184,33 @@ class Sync:
         """Return what synchronisation cost since `attach`, on average a step."""
         return self._exchange.meter.stats(len(self._exchange.parts))
 
+    def quiesce(self) -> None:
+        """Wait for what algorithms have on its way; collective, and called by `save`.
+
+        Raises:
+            RelaxError: On every rank: gradients are on their way on some; save after the step.
+        """
+        self._outside("save")
+        exchange = self._exchange
+        waited = exchange.facts is not None
+        unused = any(slot.param.grad is not None for slot in exchange.slots)
+        self._refuse(exchange.pending and (unused or not waited), "save", "do it after the step")
+        for part in exchange.parts:
+            part.bound.quiesce()
+
+    def _refuse(self, mine: bool, what: str, instead: str) -> None:
+        """Refuse, on all ranks, what would lose gradients on any."""
+        if allreduce(self._exchange.control, int(mine), op=MAX, name=what):
+            raise RelaxError(
+                f"{what} between backward and step would lose the gradients on their way: {instead}"
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank must save, besides model and optimizer, to resume exactly."""
         exchange = self._exchange
         order = [exchange.slots[i].name for i in exchange.order] if exchange.parts else None
-        return {"order": order, "buckets": {p.name: p.bound.state_dict() for p in exchange.parts}}
+        buckets = {part.name: part.bound.state_dict() for part in exchange.parts}
+        return {"order": order, "buckets": buckets, "unit": exchange.unit}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank; collective.
@@ -198,25 +220,36 @@ class Sync:
             MismatchError: The ranks restore different layouts.
             RelaxError: Gradients are on their way: restore after `wait` or after the step.
         """
+        for bound, saved in self._laid_out(state):
+            bound.load_state_dict(saved)
+
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Restore from another number of ranks, without what each had for itself; collective."""
+        for bound, saved in self._laid_out(state):
+            bound.load_resized(saved)
+
+    def _laid_out(self, state: dict[str, Any]) -> list[tuple[Bound, dict[str, Any]]]:
+        """Lay the buckets out as they were saved, and return the state of each."""
         exchange = self._exchange
         index = {slot.name: slot.index for slot in exchange.slots}
         order, buckets = state["order"], state["buckets"]
+        barrier(exchange.control, name=f"restored order {order}")
         on_their_way = bool(exchange.parts) and exchange.pending and exchange.facts is None
-        barrier(exchange.control, name=f"restored order {order}, in flight: {on_their_way}")
-        if on_their_way:
-            raise RelaxError(
-                "load_state_dict() between backward and step would lose the gradients on their "
-                "way: call sync.wait() first, or restore after the step"
-            )
-        if self.comm.size == 1 or order is None:
-            return
+        instead = "call sync.wait() first, or restore after the step"
+        self._refuse(on_their_way, "load_state_dict()", instead)
+        if self.comm.size == 1:
+            return []
+        if order is None:  # saved before the first step
+            if exchange.parts:
+                exchange.lay_out(exchange.order)
+            return []
         if sorted(order) != sorted(index):
             raise ValueError("this state is of a model with other trained parameters")
         exchange.lay_out([index[name] for name in order])
         if [part.name for part in exchange.parts] != list(buckets):
             raise ValueError("this state was saved with other bucket sizes: attach with those")
-        for part in exchange.parts:
-            part.bound.load_state_dict(buckets[part.name])
+        exchange.unit = state["unit"]
+        return [(part.bound, buckets[part.name]) for part in exchange.parts]
 
     def detach(self) -> None:
         """Remove every hook and leave model and optimizer as they were; collective.

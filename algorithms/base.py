@@ -82,6 +82,19 @@ class Bound:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank."""
 
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Restore what has a meaning for any number of ranks; the rest begins anew.
+
+        Args:
+            state: What `state_dict` returned on a rank among another number of ranks.
+        """
+
+    def quiesce(self) -> None:
+        """Wait for what is on its way, so that nothing is lost where the program ends; collective.
+
+        Later steps do what they would have done.
+        """
+
 
 class Algorithm(ABC):
     """What to send, and when: a frozen dataclass, shared freely; `bind` makes the state.

@@ -12,8 +12,8 @@ _HOME = {
         "Comm Hierarchy Work primitive "
         "allreduce reduce_scatter allgather broadcast alltoall barrier SUM MEAN MAX MIN Op "
         "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit TopK ErrorFeedback Bucket buckets_of "
-        "SimulatedWorld Network faults "
-        "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
+        "SimulatedWorld Network faults save load "
+        "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock CheckpointError"
     ).split(),
     "relaxmpi.algorithms": (
         "Algorithm Bound Rule Local SGD QSGD ByteGrad attach Sync SyncStats NonFinite ddp_hook DDPHook"

@@ -1,6 +1,8 @@
 """The low-level layer: how ranks talk."""
 
 from relaxmpi.primitives.bucket import Bucket, buckets_of
+from relaxmpi.primitives.checkpoint.load import load
+from relaxmpi.primitives.checkpoint.save import save
 from relaxmpi.primitives.codecs import (
     Cast,
     Codec,
@@ -16,6 +18,7 @@ from relaxmpi.primitives.cpu import Cpu
 from relaxmpi.primitives.devices import register
 from relaxmpi.primitives.errors import (
     BrokenComm,
+    CheckpointError,
     Deadlock,
     MismatchError,
     NonFiniteError,
@@ -48,6 +51,7 @@ __all__ = [
     "BrokenComm",
     "Bucket",
     "Cast",
+    "CheckpointError",
     "Codec",
     "Comm",
     "Deadlock",
@@ -75,9 +79,11 @@ __all__ = [
     "broadcast",
     "buckets_of",
     "faults",
+    "load",
     "primitive",
     "reduce_scatter",
     "register",
+    "save",
 ]
 
 register(Cpu())
