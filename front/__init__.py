@@ -12,8 +12,11 @@ _HOME = {
         "Comm Hierarchy Work primitive "
         "allreduce reduce_scatter allgather broadcast alltoall barrier SUM MEAN MAX MIN Op "
         "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit TopK ErrorFeedback Bucket buckets_of "
+        "Topology Complete Ring Exponential OnePeerExponential BipartiteExponential ShiftOne "
+        "RandomPairs from_matrix from_networkx "
         "SimulatedWorld Network faults save load "
-        "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock CheckpointError"
+        "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock "
+        "CheckpointError"
     ).split(),
     "relaxmpi.algorithms": (
         "Algorithm Bound Rule Local SGD QSGD ByteGrad attach Sync SyncStats NonFinite ddp_hook DDPHook"

@@ -33,6 +33,17 @@ from relaxmpi.primitives.primitive import primitive
 from relaxmpi.primitives.simulation import faults
 from relaxmpi.primitives.simulation.network import Network
 from relaxmpi.primitives.simulation.simulated import SimulatedWorld
+from relaxmpi.primitives.topologies import (
+    BipartiteExponential,
+    Complete,
+    Exponential,
+    OnePeerExponential,
+    RandomPairs,
+    Ring,
+    ShiftOne,
+)
+from relaxmpi.primitives.topology import Topology
+from relaxmpi.primitives.topology_matrix import from_matrix, from_networkx
 from relaxmpi.primitives.verbs import (
     allgather,
     allreduce,
@@ -48,14 +59,17 @@ __all__ = [
     "MEAN",
     "MIN",
     "SUM",
+    "BipartiteExponential",
     "BrokenComm",
     "Bucket",
     "Cast",
     "CheckpointError",
     "Codec",
     "Comm",
+    "Complete",
     "Deadlock",
     "ErrorFeedback",
+    "Exponential",
     "Hierarchy",
     "Identity",
     "Key",
@@ -64,13 +78,18 @@ __all__ = [
     "Network",
     "NonFiniteError",
     "OneBit",
+    "OnePeerExponential",
     "Op",
     "PeerLeft",
     "PeerTimeout",
     "Quantizer",
+    "RandomPairs",
     "RelaxError",
+    "Ring",
+    "ShiftOne",
     "SimulatedWorld",
     "TopK",
+    "Topology",
     "Work",
     "allgather",
     "allreduce",
@@ -79,6 +98,8 @@ __all__ = [
     "broadcast",
     "buckets_of",
     "faults",
+    "from_matrix",
+    "from_networkx",
     "load",
     "primitive",
     "reduce_scatter",
