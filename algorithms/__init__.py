@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from relaxmpi.algorithms.attach_sync import Sync
     from relaxmpi.algorithms.attach_torch import attach
     from relaxmpi.algorithms.base import Algorithm, Bound, Local, Rule
+    from relaxmpi.algorithms.diloco import DiLoCo
+    from relaxmpi.algorithms.local_sgd import LocalSGD
     from relaxmpi.algorithms.qsgd import QSGD, ByteGrad
     from relaxmpi.algorithms.sgd import SGD
 
@@ -23,7 +25,9 @@ __all__ = [
     "Bound",
     "ByteGrad",
     "DDPHook",
+    "DiLoCo",
     "Local",
+    "LocalSGD",
     "NonFinite",
     "Rule",
     "Sync",
@@ -37,7 +41,9 @@ _HOME = {
     "Bound": "base",
     "ByteGrad": "qsgd",
     "DDPHook": "attach_ddp",
+    "DiLoCo": "diloco",
     "Local": "base",
+    "LocalSGD": "local_sgd",
     "QSGD": "qsgd",
     "Rule": "base",
     "SGD": "sgd",

@@ -19,7 +19,7 @@ _HOME = {
         "CheckpointError"
     ).split(),
     "relaxmpi.algorithms": (
-        "Algorithm Bound Rule Local SGD QSGD ByteGrad attach Sync SyncStats NonFinite ddp_hook DDPHook"
+        "Algorithm Bound Rule Local SGD QSGD ByteGrad LocalSGD DiLoCo attach Sync SyncStats NonFinite ddp_hook DDPHook"
     ).split(),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
