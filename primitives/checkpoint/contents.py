@@ -121,16 +121,30 @@ class Contents(ExitStack):
         """Return the plain values."""
         return {name: self.value(name) for name, (kind, _) in self.things.items() if kind == "value"}
 
+    def check(self, name: str) -> None:
+        """Make sure that the state of a thing can be read, without reading its arrays."""
+
+        def found(*told: Any) -> list[Any]:
+            self._place(self._rank, *told)
+            return []  # like an array no key of a dict
+
+        decode(self.things[name][1], found)
+
     def _decode(self, node: Any, rank: int) -> Any:
         def read(name: str, kind: str, dtype: str, shape: tuple[int, ...]) -> Any:
-            file = self._rank_files.get(rank, self._shared_file)
-            if name not in file.places:
-                file = self._shared_file
-            place = file.places.get(name)
-            if place is None or stored(dtype, shape) != (place.code, place.shape):
-                raise CheckpointError(f"tensor {name!r:.80} of {dtype!r:.20} is not in it")
-            if kind not in ("numpy", "torch"):
-                raise CheckpointError(f"tensor {name!r:.80} is of no known kind")
+            file = self._place(rank, name, kind, dtype, shape)
             return make(Raw(file.read(name), dtype, shape, kind))
 
         return decode(node, read)
+
+    def _place(self, rank: int, name: str, kind: str, dtype: str, shape: tuple[int, ...]) -> _File:
+        """Return the file that holds a tensor."""
+        file = self._rank_files.get(rank, self._shared_file)
+        if name not in file.places:
+            file = self._shared_file
+        place = file.places.get(name)
+        if place is None or stored(dtype, shape) != (place.code, place.shape):
+            raise CheckpointError(f"tensor {name!r:.80} of {dtype!r:.20} is not in it")
+        if kind not in ("numpy", "torch"):
+            raise CheckpointError(f"tensor {name!r:.80} is of no known kind")
+        return file

@@ -148,7 +148,7 @@ def _same(folder: Path, digest: bytes, texts: list[bytes]) -> Generator[None, No
 
 
 def _match(contents: Contents, things: Sequence[Thing]) -> None:
-    """Compare what is there with what it shall be loaded into."""
+    """Compare what is there with what it shall be loaded into, before anything is changed."""
     for thing in things:
         if thing.name not in contents.things:
             names = ", ".join(sorted(contents.things.keys() - {"comm"}))
@@ -158,6 +158,8 @@ def _match(contents: Contents, things: Sequence[Thing]) -> None:
             raise CheckpointError(f"{thing.name} is {kind} in it, and {thing.kind} here")
         if differences := thing.differences(node):
             raise CheckpointError(f"{thing.name} is another one: {'; '.join(differences)}")
+    for name in contents.things:
+        contents.check(name)
 
 
 def _restore(

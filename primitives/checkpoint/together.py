@@ -66,7 +66,7 @@ def in_pieces(
             failed, busy = error, False
         # The largest is that of the lowest rank.
         mine = np.array([0 if failed is None else comm.size - comm.rank, busy], np.int64)
-        culprit, going = allreduce(comm, mine, op=MAX, name=what).tolist()
+        culprit, going = allreduce(comm, mine, op=MAX, name="checkpoint").tolist()
         if culprit:
             work.close()
             raise _agreed(comm, what, failed, comm.size - culprit)
@@ -76,12 +76,13 @@ def in_pieces(
 
 
 def _agreed(comm: Comm, what: str, failed: BaseException | None, rank: int) -> BaseException:
-    said = str(failed) if isinstance(failed, CheckpointError) else f"{type(failed).__name__}: {failed}"
-    text = np.frombuffer(said.encode(errors="replace")[:_TEXT].ljust(_TEXT), np.uint8).copy()
-    told = broadcast(comm, text, root=rank, name=f"why {what} failed").tobytes()
+    why = str(failed) if isinstance(failed, CheckpointError) else f"{type(failed).__name__}: {failed}"
+    said = f"{what}: {why}".encode(errors="replace")[:_TEXT].ljust(_TEXT)
+    text = np.frombuffer(said, np.uint8).copy()
+    told = broadcast(comm, text, root=rank, name="why a checkpoint failed").tobytes()
     if failed is not None and not isinstance(failed, Exception):
         return failed
     where = f" (on rank {rank})" if comm.size > 1 else ""
-    error = CheckpointError(f"{what}: {told.decode(errors='replace').strip()}{where}")
+    error = CheckpointError(f"{told.decode(errors='replace').strip()}{where}")
     error.__cause__ = failed
     return error

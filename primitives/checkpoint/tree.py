@@ -85,7 +85,10 @@ class Encoder:
         return node
 
     def _array(self, value: Any, path: str) -> Any:
-        raw = raw_of(value)
+        try:
+            raw = raw_of(value)
+        except TypeError as error:
+            raise TypeError(f"{path}: {error}") from None
         address = raw.data.__array_interface__["data"][0]
         # Tied parameters are one tensor with several names, and are written once.
         same = (address, raw.dtype, raw.shape, raw.kind)
@@ -126,7 +129,7 @@ def decode(node: Any, read: Read, depth: int = 0) -> Any:
     tag = named[0] if len(named) == 1 else None
     try:
         if tag in _MAKE:
-            value = _MAKE[tag](_pairs(node[tag], read, depth))
+            value = _MAKE[tag](dict(_pairs(node[tag], read, depth)))
             if versions is not None:
                 value._metadata = decode(versions, read, depth + 1)
             return value
