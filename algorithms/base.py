@@ -100,6 +100,10 @@ class Bound:
     def finish(self) -> None:
         """Fold in what is still on its way, so that no model misses a part; collective."""
 
+    def replace(self, x: Any) -> None:
+        """Go on from another model, without losing what is on its way."""
+        self.x[...] = x
+
     def state_dict(self) -> dict[str, Any]:
         """Return copies of what this rank must save, besides the parameters, to resume exactly."""
         return {}
@@ -167,5 +171,5 @@ class Algorithm(ABC):
 
     @property
     def acts_alone(self) -> bool:
-        """Whether it does anything to the parameters of a single rank."""
-        return not self.mixes
+        """Whether it moves parameters beside the local rule, even those of a single rank."""
+        return False

@@ -27,13 +27,15 @@ from relaxmpi.primitives.errors import (
     RelaxError,
 )
 from relaxmpi.primitives.feedback import ErrorFeedback
+from relaxmpi.primitives.gossip import neighbor_allreduce, pairwise_average, push_sum
 from relaxmpi.primitives.hierarchy import Hierarchy
 from relaxmpi.primitives.ops import MAX, MEAN, MIN, SUM, Op
 from relaxmpi.primitives.primitive import primitive
 from relaxmpi.primitives.simulation import faults
 from relaxmpi.primitives.simulation.network import Network
 from relaxmpi.primitives.simulation.simulated import SimulatedWorld
-from relaxmpi.primitives.topologies import (
+from relaxmpi.primitives.topology import (
+    BaseGraph,
     BipartiteExponential,
     Complete,
     Exponential,
@@ -41,9 +43,10 @@ from relaxmpi.primitives.topologies import (
     RandomPairs,
     Ring,
     ShiftOne,
+    Topology,
+    from_matrix,
+    from_networkx,
 )
-from relaxmpi.primitives.topology import Topology
-from relaxmpi.primitives.topology_matrix import from_matrix, from_networkx
 from relaxmpi.primitives.verbs import (
     allgather,
     allreduce,
@@ -59,6 +62,7 @@ __all__ = [
     "MEAN",
     "MIN",
     "SUM",
+    "BaseGraph",
     "BipartiteExponential",
     "BrokenComm",
     "Bucket",
@@ -98,10 +102,13 @@ __all__ = [
     "broadcast",
     "buckets_of",
     "faults",
+    "neighbor_allreduce",
+    "pairwise_average",
     "from_matrix",
     "from_networkx",
     "load",
     "primitive",
+    "push_sum",
     "reduce_scatter",
     "register",
     "save",

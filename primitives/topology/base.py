@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxmpi.primitives import topology_spectrum
+from relaxmpi.primitives.topology import spectrum
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +32,7 @@ class Topology(ABC):
 
     - `OnePeerExponential` for `push_sum` and OSGP: one message a step, the exact mean after
       log2(n) steps if n is a power of two.
+    - `BaseGraph` where messages must go both ways, or the mean must be exact for any n.
     - `Exponential` where the schedule must stay fixed (compressed gossip with replicas): log2(n)
       messages a step. `Ring` if the network is a ring or n is small: its gap falls with 1/n^2.
     - `RandomPairs` for pairwise averaging of ranks that drop out or run at their own pace.
@@ -68,7 +69,7 @@ class Topology(ABC):
     def out(self, rank: int, n: int, step: int = 0) -> dict[int, float]:
         """Return the ranks that `rank` of n sends to, with the weight put on what is sent.
 
-        The weights are positive and sum to at most 1. Without peers (n = 1, a rank that sits
+        The weights are not negative and sum to at most 1. Without peers (n = 1, a rank that sits
         out) the dict is empty. Equal on all ranks that ask.
         """
 
@@ -127,9 +128,12 @@ class Topology(ABC):
 
     def _steps(self, n: int, step: int | None) -> range:
         period = self.period(n)
-        if step is None and period is None:
+        if step is not None:
+            step = step % period if period else step
+            return range(step, step + 1)
+        if period is None:
             raise ValueError(f"{self!r} has no period for n={n}: ask for one step")
-        return range(period or 0) if step is None else range(step, step + 1)
+        return range(period)
 
     def spectral_gap(self, n: int) -> float:
         """Return 1 - rho, where rho is the factor by which disagreement shrinks a step, in the end.
@@ -148,7 +152,7 @@ class Topology(ABC):
             >>> rx.OnePeerExponential().spectral_gap(16)
             1.0
         """
-        return topology_spectrum.gap(self, n)
+        return spectrum.gap(self, n)
 
     def finite_time(self, n: int) -> int | None:
         """Return after how many steps from step 0 every rank holds exactly the mean, or None.
@@ -161,7 +165,7 @@ class Topology(ABC):
             >>> rx.OnePeerExponential().finite_time(8), rx.OnePeerExponential().finite_time(6)
             (3, None)
         """
-        return topology_spectrum.exact_after(self, n)
+        return spectrum.exact_after(self, n)
 
     def check(self, n: int, step: int = 0) -> None:
         """Refuse lists that do not fit each other at a step.
@@ -171,8 +175,8 @@ class Topology(ABC):
 
         Raises:
             ValueError: Naming rank, peer and step: a peer out of range, a self edge, a weight
-                that is not positive and finite, weights that do not sum to 1, an in-list that
-                does not match the out-lists, or `varies = False` where the step matters.
+                that is negative or not finite, weights that do not sum to 1, an in-list that
+                does not match the out-lists, or a schedule that does not repeat as it says.
             TypeError: If the topology is no value, because it cannot be hashed.
         """
         period = self.period(n)
@@ -188,7 +192,7 @@ class Topology(ABC):
             raise
 
     def plot(self, n: int, path: str | Path | None = None, step: int = 0) -> Any:
-        """Draw the messages of a step, or of the first steps, on a circle of ranks.
+        """Draw the messages of a step on a circle of ranks.
 
         Needs matplotlib (in the extra `examples`).
 
@@ -200,17 +204,25 @@ class Topology(ABC):
         Returns:
             The `matplotlib.figure.Figure`; a notebook shows it.
         """
-        from relaxmpi.primitives import topology_plot
+        from relaxmpi.primitives.topology import plot
 
-        return topology_plot.plot(self, n, path, step)
+        return plot.plot(self, n, path, step)
 
 
 @lru_cache(maxsize=4096)
 def _stochastic(topology: Topology, n: int, step: int) -> tuple[bool, bool]:
-    W = topology.matrix(n, step)
-    columns, rows = (np.abs(W.sum(axis) - 1).max(initial=0) < _TOLERANCE for axis in (0, 1))
-    positive = bool((W >= 0).all())
-    return positive and bool(columns), positive and bool(rows)
+    """Whether the columns of W sum to 1, and the rows, without making the matrix."""
+    rows = [topology.self_weight(rank, n, step) for rank in range(n)]
+    columns = list(rows)
+    lowest = min(rows)
+    for rank in range(n):
+        for peer, weight in topology.out(rank, n, step).items():
+            columns[rank] += weight
+            rows[peer] += weight
+            lowest = min(lowest, weight)
+    sums = (max(abs(total - 1) for total in totals) for totals in (columns, rows))
+    ones = tuple(lowest >= -_TOLERANCE and error < _TOLERANCE for error in sums)
+    return ones[0], ones[1]
 
 
 @lru_cache(maxsize=4096)
@@ -218,18 +230,21 @@ def _check(topology: Topology, n: int, step: int) -> None:
     if n < 1:
         raise ValueError(f"a topology needs at least one rank, not n={n}")
     into: list[dict[int, float]] = [{} for _ in range(n)]
+    period = topology.period(n)
     for rank in range(n):
         weights = topology.out(rank, n, step)
         _check_out(topology, rank, n, step, weights)
         for peer, weight in weights.items():
             into[peer][rank] = weight
-        if not topology.varies and topology.out(rank, n, step + 1) != weights:
+        if period is not None and topology.out(rank, n, step + period) != weights:
+            hint = f"period({n}) cannot be {period}" if topology.varies else "say varies = True"
             raise ValueError(
                 f"{topology!r}: the peers of rank {rank} of {n} differ between steps {step} and "
-                f"{step + 1}, so it must say varies = True"
+                f"{step + period}: {hint}"
             )
-    for rank in range(n):
-        _check_into(topology, rank, n, step, into[rank])
+    if type(topology).into is not Topology.into:  # which asks all ranks, for each of them
+        for rank in range(n):
+            _check_into(topology, rank, n, step, into[rank])
 
 
 def _check_out(topology: Topology, rank: int, n: int, step: int, weights: dict[int, float]) -> None:
@@ -239,9 +254,9 @@ def _check_out(topology: Topology, rank: int, n: int, step: int, weights: dict[i
             raise ValueError(f"{where} sends to rank {peer}, which does not exist")
         if peer == rank:
             raise ValueError(f"{where} sends to itself: what it keeps is self_weight")
-        if not (isfinite(weight) and weight > 0):
+        if not (isfinite(weight) and weight >= 0):
             raise ValueError(
-                f"{where} puts the weight {weight} on rank {peer}: weights are positive and finite"
+                f"{where} gives rank {peer} the weight {weight}: it must be finite and not negative"
             )
     kept = topology.self_weight(rank, n, step)
     if not (isfinite(kept) and kept >= -_TOLERANCE):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.topology import Topology
+    from relaxmpi.primitives.topology.base import Topology
 
 __all__ = ["exact_after", "gap", "product"]
 
@@ -47,11 +47,13 @@ def exact_after(topology: Topology, n: int) -> int | None:
     if period is None:
         return None
     P = np.eye(n)
+    W = topology.matrix(n, 0)
     for step in range(period if topology.varies else _POWERS):
-        P = topology.matrix(n, step) @ P
-        # Exact arithmetic is slow: floating point says when it is worth while.
-        if np.abs(P - 1 / n).max() < _EXACT and _is_mean(topology, n, step + 1):
-            return step + 1
+        if topology.varies and step > 0:
+            W = topology.matrix(n, step)
+        P = W @ P
+        if np.abs(P - 1 / n).max() < _EXACT:  # exact arithmetic is slow: once is enough
+            return step + 1 if _is_mean(topology, n, step + 1) else None
     return None
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hashlib import sha256
+from math import fsum
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from relaxmpi.primitives.topology import Topology
+from relaxmpi.primitives.topology.base import Topology
 
 __all__ = ["FromMatrix", "from_matrix", "from_networkx"]
 
@@ -25,6 +26,7 @@ class FromMatrix(Topology):
 
     n: int
     digest: str
+    _keeps: tuple[float, ...] = field(compare=False)
     _sends: tuple[dict[int, float], ...] = field(compare=False)
     _hears: tuple[dict[int, float], ...] = field(compare=False)
 
@@ -41,6 +43,11 @@ class FromMatrix(Topology):
         self._fits(n)
         return dict(self._hears[rank])
 
+    def self_weight(self, rank: int, n: int, step: int = 0) -> float:
+        """See `Topology.self_weight`."""
+        self._fits(n)
+        return self._keeps[rank]
+
     def _fits(self, n: int) -> None:
         if n != self.n:
             raise ValueError(f"{self!r} is a matrix for {self.n} ranks, but there are {n}")
@@ -50,7 +57,7 @@ def from_matrix(W: ArrayLike) -> FromMatrix:
     """Return the static topology with the mixing matrix W, x <- W x.
 
     W[i, j] is the weight on what rank j sends to rank i; zeros are no edges. Columns must sum to 1
-    (to 1e-6: the diagonal is then set to what makes it exact), and rows too for what needs
+    (to 1e-6: the diagonal is then set to what makes them exact), and rows too for what needs
     a doubly stochastic matrix.
 
     Raises:
@@ -82,8 +89,12 @@ def from_matrix(W: ArrayLike) -> FromMatrix:
     for i, j in np.argwhere(M).tolist():
         if i != j:
             sends[j][i] = hears[i][j] = float(M[i, j])
+    for j in range(n):
+        if abs(fsum(M[:, j]) - 1) > 2**-52:  # as in matrices that were made in fp32
+            M[j, j] = 1 - fsum(sends[j].values())
     digest = sha256(M.astype("<f8").tobytes()).hexdigest()[:12]
-    return FromMatrix(n, digest, tuple(sends), tuple(hears))
+    keeps = tuple(M.diagonal().tolist())
+    return FromMatrix(n, digest, keeps, tuple(sends), tuple(hears))
 
 
 def from_networkx(G: Any) -> FromMatrix:
@@ -97,12 +108,17 @@ def from_networkx(G: Any) -> FromMatrix:
     - directed: 1 / (1 + out-degree), column stochastic, for `push_sum`.
 
     Raises:
+        TypeError: If G is no graph.
         ValueError: If the graph has no nodes.
 
     Example:
-        >>> import networkx, relaxmpi as rx                             # doctest: +SKIP
-        >>> torus = rx.from_networkx(networkx.grid_2d_graph(3, 3, periodic=True))  # doctest: +SKIP
+        >>> import networkx                                             # doctest: +SKIP
+        >>> torus = networkx.grid_2d_graph(3, 3, periodic=True)         # doctest: +SKIP
+        >>> round(rx.from_networkx(torus).spectral_gap(n=9), 6)         # doctest: +SKIP
+        0.6
     """
+    if not hasattr(G, "is_directed"):
+        raise TypeError(f"G must be a networkx graph, not {G!r}")
     nodes = list(G.nodes)
     if set(nodes) == set(range(len(nodes))):
         nodes = sorted(nodes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -12,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxmpi.primitives.philox import Stream, random_words
-from relaxmpi.primitives.topology import Topology
+from relaxmpi.primitives.topology.base import Topology
+from relaxmpi.primitives.topology.families import Circulant, Matching
 
 __all__ = [
     "BipartiteExponential",
@@ -23,74 +23,6 @@ __all__ = [
     "Ring",
     "ShiftOne",
 ]
-
-
-class Circulant(Topology):
-    """Rank i sends to i + s mod n for the same shifts s on all ranks, all weights 1 / (d + 1).
-
-    All such W commute and are doubly stochastic, and the discrete Fourier transform of a column
-    gives the eigenvalues: lambda_k = (1 + sum_s exp(-2 pi i k s / n)) / (d + 1).
-    """
-
-    @abstractmethod
-    def shifts(self, n: int, step: int) -> tuple[int, ...]:
-        """Return the d different shifts of a step, each in 1, ..., n - 1."""
-
-    def out(self, rank: int, n: int, step: int = 0) -> dict[int, float]:
-        """See `Topology.out`."""
-        shifts = self.shifts(n, step)
-        weight = 1 / (len(shifts) + 1)
-        return {(rank + s) % n: weight for s in shifts}
-
-    def into(self, rank: int, n: int, step: int = 0) -> dict[int, float]:
-        """See `Topology.into`."""
-        shifts = self.shifts(n, step)
-        weight = 1 / (len(shifts) + 1)
-        return {(rank - s) % n: weight for s in shifts}
-
-    def self_weight(self, rank: int, n: int, step: int = 0) -> float:
-        """See `Topology.self_weight`."""
-        return 1 / (len(self.shifts(n, step)) + 1)
-
-    def column_stochastic(self, n: int, step: int | None = None) -> bool:
-        """See `Topology.column_stochastic`."""
-        return True
-
-    def doubly_stochastic(self, n: int, step: int | None = None) -> bool:
-        """See `Topology.doubly_stochastic`."""
-        return True
-
-    def check(self, n: int, step: int = 0) -> None:
-        """See `Topology.check`: in- and out-lists fit by construction."""
-
-
-class Matching(Topology):
-    """At each step disjoint pairs average: x_i, x_j <- (x_i + x_j) / 2, so W is symmetric."""
-
-    @abstractmethod
-    def partner(self, rank: int, n: int, step: int) -> int:
-        """Return whom `rank` meets at a step; itself if it sits out."""
-
-    def out(self, rank: int, n: int, step: int = 0) -> dict[int, float]:
-        """See `Topology.out`."""
-        peer = self.partner(rank, n, step)
-        return {} if peer == rank else {peer: 0.5}
-
-    def into(self, rank: int, n: int, step: int = 0) -> dict[int, float]:
-        """See `Topology.into`: the same as `out`."""
-        return self.out(rank, n, step)
-
-    def column_stochastic(self, n: int, step: int | None = None) -> bool:
-        """See `Topology.column_stochastic`."""
-        return True
-
-    def doubly_stochastic(self, n: int, step: int | None = None) -> bool:
-        """See `Topology.doubly_stochastic`."""
-        return True
-
-    def check(self, n: int, step: int = 0) -> None:
-        """See `Topology.check`: only numbers of ranks that have no such pairs are refused."""
-        self.partner(0, n, step)
 
 
 @dataclass(frozen=True)
@@ -156,9 +88,10 @@ class OnePeerExponential(Circulant):
     are left when coinciding ones and the rank itself have been struck out (as for n = 6, p = 2
     in the second round).
 
-    If n is a power of p + 1, any m consecutive steps average exactly (Ying et al., theorem 2),
-    bit for bit if p = 1 and the inputs are integers that fit. For other n the worst
-    disagreement falls within m steps to, for example, 1/4 (n=3), 0.22 (6), 1/8 (7), 0.21 (12).
+    If n is a power of p + 1, any m consecutive steps average exactly (Ying et al.), bit for bit
+    if p = 1 and the inputs are integers that fit. For other n and p = 1, m steps leave at most
+    max_k |sin(pi k 2^m / n)| / (2^m |sin(pi k / n)|) of the disagreement, which is 1/4 (n=3),
+    0.22 (6), 1/8 (7), 0.21 (12).
 
     Args:
         peers: Messages a step, p.
@@ -230,8 +163,9 @@ class ShiftOne(Matching):
     """BAGUA's `shift_one`: pairs of one rank of the lower and one of the upper half.
 
     With h = n / 2, rank r < h meets h + (r + t) mod h at step t, which is 0 at the first exchange:
-    in h steps each rank meets every rank of the other half. BAGUA refuses odd n, and so does
-    this class.
+    in h steps each rank meets every rank of the other half. It mixes slowly (gap 0.08 for n = 16;
+    `BipartiteExponential` and `BaseGraph` are exact there). BAGUA refuses odd n, and so does this
+    class.
 
     Source: `decentralized_full_precision_synchronous.rs` of BAGUA (Gan et al., VLDB 2021).
 

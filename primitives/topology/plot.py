@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from relaxmpi.primitives.topology import Topology
+    from relaxmpi.primitives.topology.base import Topology
 
 __all__ = ["plot"]
 
@@ -20,7 +20,8 @@ def plot(topology: Topology, n: int, path: str | Path | None, step: int) -> Any:
         from matplotlib.patches import FancyArrowPatch
     except ImportError as error:
         raise ImportError("plot needs matplotlib: pip install 'relaxmpi[examples]'") from error
-    figure = Figure(figsize=(5, 5.4))
+    side = max(5.0, n / 6)  # room for the names of the ranks
+    figure = Figure(figsize=(side, side + 0.4))
     axes = figure.add_subplot()
     angle = [pi / 2 - 2 * pi * rank / n for rank in range(n)]
     place = [(cos(a), sin(a)) for a in angle]
