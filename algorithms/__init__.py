@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from relaxmpi.algorithms.ad_psgd import ADPSGD
     from relaxmpi.algorithms.attach_ddp import DDPHook, ddp_hook
     from relaxmpi.algorithms.attach_flags import NonFinite
     from relaxmpi.algorithms.attach_stats import SyncStats
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from relaxmpi.algorithms.slowmo import SlowMo
 
 __all__ = [
+    "ADPSGD",
     "OSGP",
     "QSGD",
     "SGD",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "ADPSGD": "ad_psgd",
     "Algorithm": "base",
     "Bound": "base",
     "ByteGrad": "qsgd",

@@ -32,12 +32,13 @@ class Poke:
 
     relaxmpi = True  # how `attach` recognises its own hooks
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, bound: list[Bound]) -> None:
+        self._bound = bound
 
     def __call__(self, param: torch.Tensor) -> None:
         """Make progress."""
-        self._comm.progress()
+        for bound in self._bound:
+            bound.poll()
 
 
 class Portion:
@@ -158,7 +159,8 @@ class Mixing(Engine):
             return []
         # The method is untyped in torch.
         adders: list[Any] = [p.register_post_accumulate_grad_hook for _, p in self.watch.trained]
-        return [add(Poke(self.comm)) for add in adders]
+        poke = Poke(self.bound)
+        return [add(poke) for add in adders]
 
     def wait(self) -> None:
         """Nothing: gradients are local."""
@@ -243,8 +245,10 @@ class Mixing(Engine):
             raise RelaxError("averaged() inside averaged()")
         self._meet("averaged()")
         for part in self.parts:
-            if part.bound.stepped is part.flat:
-                part.fetch(part.flat)  # they may have been changed since the last step
+            # The user may have changed them since the last step, or, in x, a neighbour.
+            own = part.bound.stepped is part.flat
+            if own and (self._algorithm.lockstep or part.changed()):
+                part.fetch(part.flat)
             part.show(part.bound.mean())
         self._shown = True
         try:
@@ -289,7 +293,7 @@ class Mixing(Engine):
         for part in self.parts if order else []:
             part.fetch(part.flat)
             part.bound.load(buckets[part.name], resized=resized)
-            part.seen = part.versions()
+            part.show(part.flat)
 
     def end(self) -> None:
         """Fold in what is on its way."""

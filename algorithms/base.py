@@ -83,6 +83,10 @@ class Bound:
         """What the local rule moves: x, unless the gradient is taken at another place."""
         return self.x
 
+    def poll(self) -> None:
+        """What may happen at any moment while a gradient is computed, to keep messages moving."""
+        self.comm.progress()
+
     def step(self, g: Any) -> None:
         """Take one step with this rank's gradient, in whose place the exchanged one is left."""
         work = self.on_grads(g)

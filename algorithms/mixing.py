@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from relaxmpi.algorithms.base import Algorithm, Bound, Rule
 from relaxmpi.primitives import MAX, Comm, allreduce, broadcast
 from relaxmpi.primitives.devices import device_of
 
-__all__ = ["BoundMixing", "MixingAlgorithm", "check_equal_start", "copy_of"]
+__all__ = ["BoundMixing", "MixingAlgorithm", "check_equal_start", "copy_of", "divide"]
 
 
 class MixingAlgorithm(Algorithm):
@@ -54,6 +56,16 @@ def copy_of(x: Any) -> Any:
     out = device_of(x).like(x, tuple(x.shape))
     out[...] = x
     return out
+
+
+def divide(y: Any, w: float, out: Any) -> None:
+    """Make `out` y / w, in one pass over memory where numpy knows the numbers."""
+    flat = device_of(y).flat(y)
+    if flat.dtype == "bfloat16":
+        out[...] = y
+        out /= w
+    else:
+        np.divide(flat.data, w, out=device_of(out).flat(out).data)
 
 
 def check_equal_start(comm: Comm, x: Any, name: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from relaxmpi.algorithms.base import Rule
-from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, copy_of
+from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, copy_of, divide
+from relaxmpi.algorithms.osgp_async import BoundAsyncOSGP
 from relaxmpi.algorithms.sgd import SGD
 from relaxmpi.primitives import (
     SUM,
@@ -93,9 +94,16 @@ class OSGP(MixingAlgorithm):
                 "DifferenceCompression"
             )
 
-    def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> BoundOSGP:
-        """See `Algorithm.bind`."""
-        return BoundOSGP(self, comm, x, lr, name)
+    def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> BoundOSGP | BoundAsyncOSGP:
+        """See `Algorithm.bind`; collective if tau is None."""
+        if self.tau is not None:
+            return BoundOSGP(self, comm, x, lr, name)
+        how = self.rule, self.topology, self.send_every, self.biased, self.memory()
+        return BoundAsyncOSGP(*how, comm, x, lr, name)
+
+    def memory(self) -> DifferenceCompression | None:
+        """Return a buffer's own memory of what was sent in low precision."""
+        return None if self.codec is None else DifferenceCompression(self.codec, self.gamma)
 
     @property
     def lockstep(self) -> bool:
@@ -149,7 +157,7 @@ class BoundOSGP(BoundMixing):
         self.y = x if spec.biased else copy_of(x)
         self.w = np.ones(1)
         self.flight: deque[tuple[int, Work[Any] | _Arrived]] = deque()
-        self.codec = None if spec.codec is None else DifferenceCompression(spec.codec, spec.gamma)
+        self.codec = spec.memory()
 
     @property
     def stepped(self) -> Any:
@@ -188,8 +196,7 @@ class BoundOSGP(BoundMixing):
 
     def _debias(self) -> None:
         if self.y is not self.x:
-            self.x[...] = self.y
-            self.x /= self.w[0].item()
+            divide(self.y, self.w[0].item(), self.x)
 
     def _land(self) -> list[tuple[int, Any, float]]:
         """Wait for all messages, and let them wait for their steps."""

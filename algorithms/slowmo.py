@@ -145,6 +145,10 @@ class BoundSlowMo(Bound):
         self.inner.finish()
         return self.inner.mean()
 
+    def poll(self) -> None:
+        """See `Bound`."""
+        self.inner.poll()
+
     def mean(self) -> Any:
         """See `Bound`."""
         return self.inner.mean()

@@ -21,7 +21,7 @@ _HOME = {
     ).split(),
     "relaxmpi.algorithms": (
         "Algorithm Bound Rule Local SGD QSGD ByteGrad LocalSGD DiLoCo "
-        "OSGP SGP Decentralized Order Choco LowPrecisionDecentralized SlowMo "
+        "OSGP SGP Decentralized Order Choco LowPrecisionDecentralized ADPSGD SlowMo "
         "attach Sync SyncStats NonFinite ddp_hook DDPHook"
     ).split(),
 }
