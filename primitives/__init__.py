@@ -16,6 +16,7 @@ from relaxmpi.primitives.codecs import (
 from relaxmpi.primitives.comm import Comm
 from relaxmpi.primitives.cpu import Cpu
 from relaxmpi.primitives.devices import register
+from relaxmpi.primitives.difference import DCD, DifferenceCompression
 from relaxmpi.primitives.errors import (
     BrokenComm,
     CheckpointError,
@@ -58,6 +59,7 @@ from relaxmpi.primitives.verbs import (
 from relaxmpi.primitives.work import Work
 
 __all__ = [
+    "DCD",
     "MAX",
     "MEAN",
     "MIN",
@@ -72,6 +74,7 @@ __all__ = [
     "Comm",
     "Complete",
     "Deadlock",
+    "DifferenceCompression",
     "ErrorFeedback",
     "Exponential",
     "Hierarchy",
@@ -102,11 +105,11 @@ __all__ = [
     "broadcast",
     "buckets_of",
     "faults",
-    "neighbor_allreduce",
-    "pairwise_average",
     "from_matrix",
     "from_networkx",
     "load",
+    "neighbor_allreduce",
+    "pairwise_average",
     "primitive",
     "push_sum",
     "reduce_scatter",

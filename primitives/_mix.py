@@ -102,5 +102,5 @@ def _meet(x: Numbers, mine: Numbers, theirs: Numbers, half: Any) -> None:
 
 
 def meet(x: Numbers, mine: Numbers, theirs: Numbers) -> None:
-    """x += (theirs - mine) / 2; the same bits on both sides where x is still mine."""
+    """Add (theirs - mine) / 2 to x: the same bits on both sides where x is still mine."""
     _meet(x, mine, theirs, _real(x, 0.5))

@@ -67,7 +67,7 @@ class EdgePatience:
         return None
 
     def _missing(self) -> str:
-        waiting = self.exchange.waiting
+        waiting = self.exchange.silent()
         if waiting:
             return f"nothing from rank{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}"
         sent = self.exchange.sent
@@ -76,8 +76,7 @@ class EdgePatience:
     def due(self, work: Work[Any]) -> float:
         """Return the seconds of waiting until the warning or the timeout."""
         board = self._edges.board
-        timeout: float = board.timeout
-        return timeout if self._warned else float(board.warn_after)
+        return board.timeout if self._warned else board.warn_after
 
     def give_up(self, work: Work[Any]) -> None:
         """Nothing: what the peers need of this call is under way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from relaxmpi.primitives.agreement import nothing
 from relaxmpi.primitives.calls import Call
@@ -87,17 +87,16 @@ class EdgeVerb(Primitive[P, T]):
     def flow(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> Flow[T]:
         """Return the flow, for `yield from` inside another primitive."""
         plan = self._plan(comm, *args, **kwargs)
-        move, refusal = _checked(plan)
+        checked = _checked(plan)
         if _is_new(comm, plan.topology):
-            yield from comm.agreed(_first_use(comm, plan, refusal), nothing())
+            yield from comm.agreed(_first_use(comm, plan, checked), nothing())
             _learn(comm, plan)
-        route = _route(comm, plan, move, refusal)
+        move, route = _routed(comm, plan, checked)
         if comm.size == 1:
-            return move.alone()
-        call = Call(move.what)
-        exchange = comm.edges.exchange(call, comm.transport(move.device), plan.step)
+            return cast("T", move.alone())
+        exchange = comm.edges.exchange(Call(move.what), comm.transport(move.device), plan.step)
         try:
-            return (yield from move.post(exchange, route))
+            return cast("T", (yield from move.post(exchange, route)))
         except MismatchError as error:
             error.agreed = False  # ranks without a share in this edge have gone on
             raise
@@ -105,24 +104,29 @@ class EdgeVerb(Primitive[P, T]):
     def _submit(self, comm: Comm, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
         plan = self._plan(comm, *args, **kwargs)
         comm.usable(Call((plan.verb,)))
-        move, refusal = _checked(plan)
+        checked = _checked(plan)
         if _is_new(comm, plan.topology):
-            comm.submit(_first_use(comm, plan, refusal), nothing()).wait()
+            comm.submit(_first_use(comm, plan, checked), nothing()).wait()
             _learn(comm, plan)
-        route = _route(comm, plan, move, refusal)
+        move, route = _routed(comm, plan, checked)
         return comm.exchange(move, route, plan.step)
 
 
 def agree_on(comm: Comm, topology: Topology, step: int | None = None) -> None:
-    """Have all ranks agree on a topology ahead of its first use, which then need not wait."""
+    """Have all ranks agree on a topology ahead of its first use, which then need not meet.
+
+    Args:
+        comm: A Comm.
+        topology: What will be used.
+        step: From which on, where it varies.
+    """
+    plan = EdgePlan("topology", nothing, topology, 0 if step is None else step)  # type: ignore[arg-type]
     if _is_new(comm, topology):
-        plan = EdgePlan("topology", lambda: Move((), None, None, None), topology, step)  # type: ignore[arg-type]
-        _move, refusal = _checked(plan)
-        comm.submit(_first_use(comm, plan, refusal), nothing()).wait()
+        comm.submit(_first_use(comm, plan, _checked(plan)), nothing()).wait()
         _learn(comm, plan)
 
 
-def _checked(plan: EdgePlan) -> tuple[Move | None, Exception | None]:
+def _checked(plan: EdgePlan) -> Move | Exception:
     try:
         if plan.route is None:
             if not isinstance(plan.topology, Topology):
@@ -130,9 +134,9 @@ def _checked(plan: EdgePlan) -> tuple[Move | None, Exception | None]:
                     f"topology must be a Topology such as Ring(), not {plan.topology!r}"
                 )
             checked_step(plan.topology, plan.step)
-        return plan.check(), None
+        return plan.check()
     except Exception as error:
-        return None, error
+        return error
 
 
 def _is_new(comm: Comm, topology: Any) -> bool:
@@ -143,37 +147,35 @@ def _is_new(comm: Comm, topology: Any) -> bool:
     return topology not in known if isinstance(topology, Topology) else not known
 
 
-def _first_use(comm: Comm, plan: EdgePlan, refusal: Exception | None) -> Call:
-    topology = plan.topology
+def _first_use(comm: Comm, plan: EdgePlan, checked: Move | Exception) -> Call:
+    refusal = checked if isinstance(checked, Exception) else None
     if refusal is None:
         try:
-            comm.edges.learning = look_at(topology, comm.rank, comm.size, plan.step)
+            comm.edges.learning = look_at(plan.topology, comm.rank, comm.size, plan.step)
         except Exception as error:
             refusal = error
-    return Call((f"first {plan.verb} over", repr(topology)), refusal)
+    return Call((f"first {plan.verb} over", repr(plan.topology)), refusal)
 
 
 def _learn(comm: Comm, plan: EdgePlan) -> None:
     comm.edges.known[plan.topology] = comm.edges.learning
 
 
-def _route(comm: Comm, plan: EdgePlan, move: Move | None, refusal: Exception | None) -> Route:
-    """Return the route of a call without a refusal; with one, tell the neighbours and raise it."""
-    route = plan.route
-    if route is None and comm.size == 1:
-        route = Route({}, {}, 1.0)
-    if route is None and isinstance(plan.topology, Topology) and plan.topology in comm.edges.known:
-        known = comm.edges.known[plan.topology]
-        if plan.doubly and not known.doubly and refusal is None:
-            refusal = ValueError(
-                f"{plan.topology!r} gives each rank more or less than it takes, so averages would "
-                "be biased: use push_sum, whose weight w corrects that"
+def _routed(comm: Comm, plan: EdgePlan, checked: Move | Exception) -> tuple[Move, Route]:
+    """Return where a call goes; if it is refused, tell the neighbours and raise why."""
+    topology, known = plan.topology, comm.edges.known
+    route = Route({}, {}, 1.0) if comm.size == 1 else plan.route
+    if route is None and isinstance(topology, Topology) and topology in known:
+        if plan.doubly and not known[topology].doubly and not isinstance(checked, Exception):
+            checked = ValueError(
+                f"{topology!r} gives some rank more or less than it takes from it, so that "
+                "averages would be biased: use push_sum, whose weight w corrects that"
             )
-        if not plan.topology.varies or isinstance(plan.step, int):
-            route = route_of(comm.edges, plan.topology, plan.step, comm.rank, comm.size)
-    if refusal is None:
-        assert route is not None and move is not None
-        return route
+        if not topology.varies or isinstance(plan.step, int):
+            route = route_of(known[topology], topology, plan.step, comm.rank, comm.size)
+    if not isinstance(checked, Exception):
+        assert route is not None
+        return checked, route
     if route is not None and comm.size > 1:
-        comm.edges.skip(route, f"{plan.verb}, refused: {refusal}")
-    raise refusal
+        comm.edges.skip(route, f"{plan.verb}, refused: {checked}")
+    raise checked

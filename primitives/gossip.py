@@ -15,10 +15,11 @@ from __future__ import annotations
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from relaxmpi.primitives import gossip_moves
+from relaxmpi.primitives import difference_moves, gossip_moves
 from relaxmpi.primitives.arguments import apart, like
-from relaxmpi.primitives.codecs import Codec, Identity
+from relaxmpi.primitives.codecs import Codec, Identity, Key
 from relaxmpi.primitives.devices import Flat, device_of
+from relaxmpi.primitives.difference import DCD, DifferenceCompression, Replicas
 from relaxmpi.primitives.edge_verb import EdgePlan, EdgeVerb, Move
 from relaxmpi.primitives.feedback import ErrorFeedback
 from relaxmpi.primitives.routes import Route, pair_with
@@ -55,7 +56,7 @@ def neighbor_allreduce(
             to it.
         topology: A Topology whose rows sum to 1, such as Ring().
         step: Of the topology; required where it varies.
-        codec: None.
+        codec: None, or a `DifferenceCompression` or `DCD` of this buffer's own.
         name: Told apart by the header: two buffers of one shape cannot be swapped unnoticed.
 
     Returns:
@@ -77,10 +78,22 @@ def neighbor_allreduce(
     def check() -> Move:
         flat = device_of(x).flat(x, writable=out is None, strided=out is not None)
         target = flat if out is None else _place(flat, out)
-        what = _told("neighbor_allreduce", flat, topology, codec, name)
+        what = _told(
+            "neighbor_allreduce", flat, topology, codec, name, (DifferenceCompression, DCD)
+        )
+        if isinstance(codec, Replicas):
+            _claim_static(comm, codec, flat, topology)
 
         def post(exchange: Exchange, route: Route) -> Flow[Any]:
-            rest = gossip_moves.average(exchange, flat, target.data, route)
+            numbers, goal = _priced(comm, flat), target.data
+            if isinstance(codec, DCD):
+                tools = comm.priced(codec.codec), _key(comm, name, step)
+                rest = difference_moves.dcd(exchange, numbers, goal, route, codec, *tools)
+            elif isinstance(codec, DifferenceCompression):
+                tools = comm.priced(codec.codec), _key(comm, name, step)
+                rest = difference_moves.choco(exchange, numbers, goal, route, codec, *tools)
+            else:
+                rest = gossip_moves.average(exchange, numbers, goal, route)
             return _giving(rest, x if out is None else out)
 
         def alone() -> Any:
@@ -118,7 +131,7 @@ def push_sum(
         w: Its weight: writable float64 array of one number; 1 at the beginning.
         topology: A Topology; columns sum to 1.
         step: Of the topology; required where it varies.
-        codec: None.
+        codec: None, or a `DifferenceCompression` of this buffer's own; calls in flight share it.
         name: See `neighbor_allreduce`.
 
     Returns:
@@ -141,10 +154,18 @@ def push_sum(
     def check() -> Move:
         device = device_of(x)
         flat, weight = device.flat(x), _weight(w)
-        what = _told("push_sum", flat, topology, codec, name)
+        what = _told("push_sum", flat, topology, codec, name, (DifferenceCompression,))
+        if isinstance(codec, DifferenceCompression):
+            codec.claim(f"push_sum of {len(flat.data)} x {flat.dtype}", comm.layout, alone=False)
 
         def post(exchange: Exchange, route: Route) -> Flow[Any]:
-            return _dressed(gossip_moves.push(exchange, flat, weight, route), flat, x)
+            numbers = _priced(comm, flat)
+            if isinstance(codec, DifferenceCompression):
+                tools = comm.priced(codec.codec), _key(comm, name, step)
+                rest = difference_moves.push(exchange, numbers, weight, route, codec, *tools)
+            else:
+                rest = gossip_moves.push(exchange, numbers, weight, route)
+            return _dressed(rest, flat, x)
 
         def alone() -> Any:
             return device.dress(device.zeros(len(flat.data), flat.dtype), x, flat.shape), 0.0
@@ -189,10 +210,10 @@ def pairwise_average(comm: Comm, x: Any, *, peer: int, name: str = "") -> EdgePl
 
     def check() -> Move:
         flat = device_of(x).flat(x)
-        what = _told("pairwise_average", flat, None, None, name)
+        what = _told("pairwise_average", flat, None, None, name, ())
 
         def post(exchange: Exchange, _route: Route) -> Flow[Any]:
-            return _giving(gossip_moves.meet(exchange, flat, peer), x)
+            return _giving(gossip_moves.meet(exchange, _priced(comm, flat), peer), x)
 
         return Move(what, flat.device, post, lambda: x)
 
@@ -200,26 +221,60 @@ def pairwise_average(comm: Comm, x: Any, *, peer: int, name: str = "") -> EdgePl
 
 
 def _told(
-    verb: str, flat: Flat, topology: Topology | None, codec: Any, name: str
+    verb: str,
+    flat: Flat,
+    topology: Topology | None,
+    codec: Any,
+    name: str,
+    memories: tuple[type[Replicas], ...],
 ) -> tuple[Any, ...]:
     """Check what the verbs have in common, and say what both ends of an edge compare."""
     if not flat.dtype.startswith(("float", "bfloat", "complex")):
         raise TypeError(f"{verb} averages floats and complex numbers, not {flat.dtype}")
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, not {type(name).__name__}")
+    if codec is not None and not isinstance(codec, Identity):
+        _check_memory(verb, codec, flat.dtype, memories)
+    told = None if codec is None else f"codec {codec.describe()}"
+    where = None if topology is None else f"over {topology!r}"
+    return (verb, flat.dtype, str(flat.shape), where, told, name and f"name {name!r}")
+
+
+def _check_memory(verb: str, codec: Any, dtype: str, memories: tuple[type[Replicas], ...]) -> None:
     if isinstance(codec, ErrorFeedback):
         raise TypeError(
             "ErrorFeedback belongs to all-reduces; gossip remembers what it has sent: use "
             "DifferenceCompression(codec)"
         )
-    if isinstance(codec, Codec) and not isinstance(codec, Identity):
+    if isinstance(codec, Codec):
         raise TypeError(
             "quantising x itself adds noise that never goes away: wrap the codec in "
             f"DifferenceCompression({codec!r})"
         )
-    told = None if codec is None else f"codec {codec.describe()}"
-    where = None if topology is None else f"over {topology!r}"
-    return (verb, flat.dtype, str(flat.shape), where, told, name and f"name {name!r}")
+    if not isinstance(codec, memories):
+        names = " or a ".join(memory.__name__ for memory in memories)
+        raise TypeError(f"codec of {verb} must be a {names}, not {codec!r}")
+    if dtype.startswith("complex"):
+        raise TypeError(f"codecs encode real floats, not {dtype}")
+
+
+def _claim_static(comm: Comm, memory: Replicas, flat: Flat, topology: Topology) -> None:
+    if topology.varies:
+        raise ValueError(
+            f"the neighbours' replicas need a topology that does not vary, such as Ring() or "
+            f"Exponential(), not {topology!r}; push_sum takes any"
+        )
+    what = f"neighbor_allreduce of {len(flat.data)} x {flat.dtype} over {topology!r}"
+    memory.claim(what, comm.layout, alone=True)
+
+
+def _key(comm: Comm, name: str, step: int | None) -> Key:
+    when = comm.next_step(name) if step is None else step
+    return Key(name=name, step=when, rank=comm.rank)
+
+
+def _priced(comm: Comm, flat: Flat) -> Flat:
+    return flat._replace(device=comm.priced(flat.device))
 
 
 def _weight(w: Any) -> Any:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from relaxmpi.primitives.topology import Topology
-
-if TYPE_CHECKING:
-    from relaxmpi.primitives.edges import Edges
 
 __all__ = ["Known", "Route", "checked_step", "pair_with", "route_of"]
 
@@ -70,9 +67,8 @@ def look_at(topology: Topology, rank: int, n: int, step: int | None) -> Known:
     return Known(doubly, None if topology.varies else _route(topology, rank, n, 0))
 
 
-def route_of(edges: Edges, topology: Topology, step: int | None, rank: int, n: int) -> Route:
+def route_of(known: Known, topology: Topology, step: int | None, rank: int, n: int) -> Route:
     """Return the route of a call over a topology that the ranks have agreed on."""
-    known = edges.known[topology]
     return _route(topology, rank, n, step or 0) if known.route is None else known.route
 
 
