@@ -1,5 +1,8 @@
 """The low-level layer: how ranks talk."""
 
+from relaxmpi.primitives.async_pairwise import AsyncPairwise
+from relaxmpi.primitives.async_push_sum import AsyncPushSum
+from relaxmpi.primitives.async_stats import AsyncStats
 from relaxmpi.primitives.bucket import Bucket, buckets_of
 from relaxmpi.primitives.checkpoint.load import load
 from relaxmpi.primitives.checkpoint.save import save
@@ -64,6 +67,9 @@ __all__ = [
     "MEAN",
     "MIN",
     "SUM",
+    "AsyncPairwise",
+    "AsyncPushSum",
+    "AsyncStats",
     "BaseGraph",
     "BipartiteExponential",
     "BrokenComm",
