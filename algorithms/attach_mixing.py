@@ -274,6 +274,8 @@ class Mixing(Engine):
         self._meet("save()")
         for part in self.parts:
             part.bound.quiesce()
+            if not self._algorithm.lockstep:  # x has taken in what was on its way
+                part.show(part.flat)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each bucket."""

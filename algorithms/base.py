@@ -116,7 +116,7 @@ class Bound:
         """Restore what `state_dict` returned on this rank."""
 
     def load_resized(self, state: dict[str, Any]) -> None:
-        """Restore what has a meaning for any number of ranks; the rest begins anew.
+        """Restore what has a meaning for any number of ranks; the rest begins anew from x.
 
         Args:
             state: What `state_dict` returned on a rank among another number of ranks.

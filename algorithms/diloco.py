@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from relaxmpi.algorithms.base import Algorithm, Bound, Rule
+from relaxmpi.algorithms.base import Rule
+from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, copy_of
 from relaxmpi.algorithms.sgd import SGD
 from relaxmpi.primitives import MEAN, Codec, Comm, ErrorFeedback, Identity, Work, allreduce
-from relaxmpi.primitives.devices import device_of
 
 __all__ = ["BoundDiLoCo", "DiLoCo"]
 
 
 @dataclass(frozen=True)
-class DiLoCo(Algorithm):
+class DiLoCo(MixingAlgorithm):
     """DiLoCo (Douillard et al. 2023, arXiv 2311.08105): 1/H of the bytes of AllReduce SGD.
 
     With x_i what rank i trains, H the period, theta the outer parameters, the same on all ranks,
@@ -96,22 +96,12 @@ class DiLoCo(Algorithm):
         return BoundDiLoCo(self, comm, x, lr, name)
 
     @property
-    def own_rule(self) -> str:
-        """The settings of the inner rule that differ from plain descent."""
-        return self.rule.own_rule
-
-    @property
-    def mixes(self) -> bool:
-        """Parameters are exchanged."""
-        return True
-
-    @property
     def acts_alone(self) -> bool:
         """The outer optimizer moves the parameters of a single rank too."""
         return True
 
 
-class BoundDiLoCo(Bound):
+class BoundDiLoCo(BoundMixing):
     """The state of DiLoCo for one buffer.
 
     Attributes:
@@ -121,19 +111,14 @@ class BoundDiLoCo(Bound):
     """
 
     def __init__(self, spec: DiLoCo, comm: Comm, x: Any, lr: float, name: str) -> None:
-        self.spec, self.comm, self.x, self.lr, self.name = spec, comm, x, lr, name
-        self.rule = spec.rule.local()
+        super().__init__(spec.rule, comm, x, lr, name)
+        self.spec = spec
         codec = spec.codec or Identity()  # which adds in the order of the ranks
         self.codec = ErrorFeedback(codec) if spec.feedback else codec
-        self.theta = _copy(x)
+        self.theta = copy_of(x)
         self.b: Any = 0.0
         self.d: Any = None
-        self.t = 0
         self._work: Work[Any] | None = None
-
-    def on_step(self, g: Any) -> None:
-        """Take an inner step."""
-        self.rule.apply(self.x, g, self.lr)
 
     def on_params(self) -> bool:
         """Send the pseudo-gradient, and use the one that has arrived, if it is time."""
@@ -172,35 +157,32 @@ class BoundDiLoCo(Bound):
         if self.d is not None:
             self._outer_step()
 
+    def replace(self, x: Any) -> None:
+        """Go on from another model: the outer parameters, too."""
+        self.x[...] = x
+        self.theta[...] = x
+
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken and their length, outer parameters and momentum, what has arrived."""
+        """Outer parameters and momentum, the pseudo-gradient that has arrived, what is owed."""
         self.quiesce()
         owed = self.codec.state_dict() if isinstance(self.codec, ErrorFeedback) else None
-        return {
-            **{"t": self.t, "lr": self.lr, "rule": self.rule.state_dict(), "owed": owed},
-            **{"theta": _copy(self.theta), "b": self.b, "d": self.d},
-        }
+        ours = {"theta": copy_of(self.theta), "b": self.b, "d": self.d, "owed": owed}
+        return {**super().state_dict(), **ours}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore; the parameters are the caller's to restore."""
-        self._load_common(state)
+        self._load_outer(state)
         if isinstance(self.codec, ErrorFeedback):
             self.codec.load_state_dict(state["owed"])
 
     def load_resized(self, state: dict[str, Any]) -> None:
         """Restore all but what the codec owes; a rule goes on from the state of another rank's."""
-        self._load_common(state)
+        self._load_outer(state)
         if isinstance(self.codec, ErrorFeedback):
             self.codec.reset()
 
-    def _load_common(self, state: dict[str, Any]) -> None:
+    def _load_outer(self, state: dict[str, Any]) -> None:
         self.quiesce()
-        self.t, self.lr, self.b, self.d = state["t"], state["lr"], state["b"], state["d"]
+        super().load_state_dict(state)
         self.theta[...] = state["theta"]
-        self.rule.load_state_dict(state["rule"])
-
-
-def _copy(x: Any) -> Any:
-    out = device_of(x).like(x, tuple(x.shape))
-    out[...] = x
-    return out
+        self.b, self.d = state["b"], state["d"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from relaxmpi.algorithms.base import Algorithm, Bound, Rule
+from relaxmpi.algorithms.base import Rule
+from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm
 from relaxmpi.algorithms.sgd import SGD
 from relaxmpi.primitives import MEAN, Comm, Identity, Work, allreduce
 
@@ -13,7 +14,7 @@ __all__ = ["BoundLocalSGD", "LocalSGD"]
 
 
 @dataclass(frozen=True)
-class LocalSGD(Algorithm):
+class LocalSGD(MixingAlgorithm):
     """Local SGD (Stich 2019, arXiv 1805.09767), which sends 1/H of the bytes of AllReduce SGD.
 
     With f_i the loss on rank i and H the period:
@@ -57,24 +58,13 @@ class LocalSGD(Algorithm):
         """See `Algorithm.bind`."""
         return BoundLocalSGD(self, comm, x, lr, name)
 
-    @property
-    def own_rule(self) -> str:
-        """The settings of the local rule that differ from plain descent."""
-        return self.rule.own_rule
 
-    @property
-    def mixes(self) -> bool:
-        """Parameters are exchanged."""
-        return True
-
-
-class BoundLocalSGD(Bound):
+class BoundLocalSGD(BoundMixing):
     """The state of local SGD for one buffer."""
 
     def __init__(self, spec: LocalSGD, comm: Comm, x: Any, lr: float, name: str) -> None:
-        self.spec, self.comm, self.x, self.lr, self.name = spec, comm, x, lr, name
-        self.rule = spec.rule.local()
-        self.t = 0
+        super().__init__(spec.rule, comm, x, lr, name)
+        self.spec = spec
         self._equal = False
 
     def on_grads(self, g: Any) -> Work[Any] | None:
@@ -83,10 +73,6 @@ class BoundLocalSGD(Bound):
             return None
         self._equal = True
         return allreduce.start(self.comm, g, op=MEAN, codec=Identity(), name=self.name)
-
-    def on_step(self, g: Any) -> None:
-        """Descend."""
-        self.rule.apply(self.x, g, self.lr)
 
     def on_params(self) -> bool:
         """Average, if it is time."""
@@ -97,16 +83,3 @@ class BoundLocalSGD(Bound):
             return False
         allreduce(self.comm, self.x, op=MEAN, codec=Identity(), name=self.name)
         return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Steps taken and their length, and the state of this rank's rule."""
-        return {"t": self.t, "lr": self.lr, "rule": self.rule.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; the parameters are the caller's to restore."""
-        self.t, self.lr = state["t"], state["lr"]
-        self.rule.load_state_dict(state["rule"])
-
-    def load_resized(self, state: dict[str, Any]) -> None:
-        """Restore: a rule goes on from the state that another rank's had."""
-        self.load_state_dict(state)

@@ -416,7 +416,6 @@ class Comm:
         self.steps = Counter(state["steps"])
 
 
-
 def _alone(move: Move) -> Flow[Any]:
     yield from ()
     return move.alone()

@@ -1,6 +1,7 @@
 """DiLoCo: the outer rule, its degenerate cases, overlap, low precision, arrays and attach."""
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -37,10 +38,16 @@ def run(spec, n, steps, lr=0.1, grad=None, seed=0, each=lambda opt: None):
 
 
 def test_law_a_constant_pseudo_gradient_moves_by_nesterovs_numbers():
-    moved = run(rx.DiLoCo(every=5), 3, 15, lr=0.2, grad=lambda *_: np.ones(61, "f4"),
-                each=lambda opt: opt.x.astype("f8").copy())[1][1]
+    moved = run(
+        rx.DiLoCo(every=5),
+        3,
+        15,
+        lr=0.2,
+        grad=lambda *_: np.ones(61, "f4"),
+        each=lambda opt: opt.x.astype("f8").copy(),
+    )[1][1]
     at = [np.ones(61), *moved[4::5]]
-    steps = [(a - b) for a, b in zip(at, at[1:], strict=False)]  # the pseudo-gradient is one
+    steps = [(a - b) for a, b in pairwise(at)]  # the pseudo-gradient is one
     np.testing.assert_allclose([s[0] for s in steps], [1.33, 1.897, 2.4073], atol=2e-6)
 
 
@@ -121,7 +128,7 @@ def test_the_exchange_runs_while_the_inner_steps_compute():
             with rx.Comm.world() as comm:
                 x = np.ones(100_000, "f4")
                 opt = rx.DiLoCo(every=5, delay=delay).bind(comm, x, lr=0.1)
-                for t in range(11 + delay):
+                for _ in range(11 + delay):
                     with comm.background():
                         comm.compute(0.01)
                     opt.step(np.ones_like(x))

@@ -24,6 +24,13 @@ SPECS = {
     "diloco on its way": rx.DiLoCo(
         every=3, delay=2, alpha=0.5, codec=rx.Quantizer(bits=4), feedback=True
     ),
+    "sgp": rx.SGP(rule=MOMENTUM),
+    "osgp on its way": rx.OSGP(tau=2, send_every=2, codec=rx.Quantizer(bits=8)),
+    "d-psgd": rx.Decentralized(interval=2, rule=MOMENTUM),
+    "d-psgd on its way": rx.Decentralized(order=rx.Order.COMBINE_WHILE_ADAPT),
+    "choco": rx.Choco(),
+    "bagua's ring": rx.LowPrecisionDecentralized(rule=MOMENTUM),
+    "slow momentum": rx.SlowMo(rx.OSGP(tau=1), every=4),
 }
 specs = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 BOUNDARIES = (0, 1, 3, 5, 8)
@@ -42,6 +49,8 @@ def on_arrays(comm, spec, folder, kind=np.asarray):
             if save and t in BOUNDARIES:
                 rx.save(folder / str(t), comm, x=x, opt=opt, t=t)
             opt.step(kind(grads(comm.rank, t)))
+        if end == LAST:
+            opt.finish()
         return np.asarray(x).tobytes()
 
     x = kind(np.ones(101, "f4"))
@@ -84,6 +93,8 @@ ATTACHED = {
     "sgd": rx.SGD(),
     "qsgd4": rx.QSGD(bits=4),
     "sign": rx.QSGD(codec=rx.OneBit(), feedback=True),
+    "osgp": rx.OSGP(tau=2),
+    "choco": rx.Choco(),
     "local sgd": rx.LocalSGD(every=3, start=1),
     "diloco": rx.DiLoCo(every=3, delay=1, alpha=0.5, codec=rx.Quantizer(bits=8), feedback=True),
 }
@@ -243,7 +254,7 @@ def test_what_has_no_safe_form_is_refused_by_name(thing, tmp_path):
             with pytest.raises(rx.CheckpointError, match="contains itself"):
                 rx.save(tmp_path, comm, endless=endless)
             with pytest.raises(ValueError, match="name __metadata__ is taken"):
-                rx.save(tmp_path, comm, **{"__metadata__": 1})
+                rx.save(tmp_path, comm, __metadata__=1)
             with pytest.raises(ValueError, match="keep"):
                 rx.save(tmp_path, comm, keep=0)
 

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 from hashlib import sha256
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,9 +79,12 @@ class Checkpoint:
         os.mkfifo(path)
 
 
+BOOM = "/tmp/relaxmpi-test-a-pickle-ran"
+
+
 class Bomb:
     def __reduce__(self):
-        return os.mkdir, ("/tmp/relaxmpi-test-a-pickle-ran",)
+        return os.mkdir, (BOOM,)
 
 
 def nested(depth):
@@ -143,9 +147,15 @@ HOSTILE = {
     "a link as checkpoint": (lambda c: c.link(c.folder), "is a link"),
     "a pipe as file": (lambda c: c.pipe(c.shared), "not a regular file"),
     "a pipe as index": (lambda c: c.pipe(c.index), "not a regular file"),
-    "an endless header": (lambda c: c.replace(b"\xff" * 7 + b"\x7f" + b"{" * 20), "not a safetensors"),
+    "an endless header": (
+        lambda c: c.replace(b"\xff" * 7 + b"\x7f" + b"{" * 20),
+        "not a safetensors",
+    ),
     "a tiny file": (lambda c: c.replace(b"\2\0\0"), "not a safetensors"),
-    "tensors that overlap": (lambda c: c.entry(data_offsets=[4, 404]), r"tensor '.*' begins at byte"),
+    "tensors that overlap": (
+        lambda c: c.entry(data_offsets=[4, 404]),
+        r"tensor '.*' begins at byte",
+    ),
     "a tensor outside": (lambda c: c.entry(data_offsets=[10**12, 10**12 + 400]), "begins at byte"),
     "a place backwards": (lambda c: c.entry(data_offsets=[400, 0]), "is not -400 bytes"),
     "a negative place": (lambda c: c.entry(data_offsets=[-400, 0]), "impossible shape or place"),
@@ -158,7 +168,10 @@ HOSTILE = {
     "a shape of truths": (lambda c: c.entry(shape=[100, True]), "impossible shape or place"),
     "an unknown dtype": (lambda c: c.entry(dtype="object"), "unknown dtype 'object'"),
     "unknown keys of a tensor": (lambda c: c.entry(code="x"), "other keys than dtype"),
-    "a header that is a list": (lambda c: c.header(lambda told: b"{}  "), "not JSON|says nothing|take 0"),
+    "a header that is a list": (
+        lambda c: c.header(lambda told: b"{}  "),
+        "not JSON|says nothing|take 0",
+    ),
     "metadata that are none": (
         lambda c: c.header(lambda told: told.update(__metadata__={"relaxmpi": [1]})),
         "metadata are not text",
@@ -226,7 +239,7 @@ def test_it_is_refused_by_name_on_all_ranks_and_changes_nothing(what, tmp_path):
     first, second = rx.SimulatedWorld(2).run(program)
     assert first == second
     assert len(first) < 2000
-    assert not os.path.exists("/tmp/relaxmpi-test-a-pickle-ran")
+    assert not Path(BOOM).exists()
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_says_what_differs(tmp_path):
@@ -259,8 +272,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_says_what_differs(tmp_path
     first, second = rx.SimulatedWorld(2).run(program)
     assert first == second
     ends = (
-        "model is another one: 0.bias is float32 [8] and here float32 [9]; 0.weight is float32 "
-        "[8, 4] and here float32 [9, 4]; 1.weight is float32 [2, 8] and here float32 [2, 9]",
+        "model is another one: 0.bias is float32 [8] and here float32 [9]; 0.weight is float32",
         "model is another one: 0.bias is not here",
         "0.bias is float32 [8] and here float64 [8]; 0.weight is",
         "x is another one: it is float64 [2, 3] and here float64 [3, 2]",

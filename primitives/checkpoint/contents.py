@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ Things = dict[str, tuple[str, Any]]
 class _File:
     """One file, once it is known to be what was written and to be well formed."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BufferedReader) -> None:
         self._file = file
         first = file.read(9)
         size = file.seek(0, 2)
@@ -45,7 +46,7 @@ class _File:
         place = self.places[name]
         data = np.empty(place.end - place.begin, np.uint8)
         self._file.seek(self._begin + place.begin)
-        if self._file.readinto(memoryview(data)) != len(data):
+        if self._file.readinto(data.data) != len(data):
             raise CheckpointError(f"{self._file.name} has become shorter")
         return data
 
@@ -119,7 +120,9 @@ class Contents(ExitStack):
 
     def values(self) -> dict[str, Any]:
         """Return the plain values."""
-        return {name: self.value(name) for name, (kind, _) in self.things.items() if kind == "value"}
+        return {
+            name: self.value(name) for name, (kind, _) in self.things.items() if kind == "value"
+        }
 
     def check(self, name: str) -> None:
         """Make sure that the state of a thing can be read, without reading its arrays."""

@@ -1,8 +1,8 @@
 """A folder of numbered checkpoints, of which each is complete or absent.
 
-A checkpoint is written to `NUMBER.CHANCE.partial` beside the others, flushed to the disk and renamed to
-`NUMBER`, which is atomic; an old one is renamed to `NUMBER.old` before its files go. So whatever
-has a number for a name is complete, at whatever moment a process is killed.
+A checkpoint is written to `NUMBER.CHANCE.partial` beside the others, flushed to the disk and
+renamed to `NUMBER`, which is atomic; an old one is renamed to `NUMBER.old` before its files go.
+So whatever has a number for a name is complete, at whatever moment a process is killed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import re
 import secrets
 import shutil
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from relaxmpi.primitives.errors import CheckpointError
 
@@ -35,7 +35,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def newest(path: Path) -> Path | None:
-    """Return the newest checkpoint in a folder, or the one that `path` is; None if there is none."""
+    """Return the newest checkpoint in a folder, or the one that `path` is; or None."""
     if is_checkpoint(path):
         return path
     names = _numbered(path) if path.is_dir() else []
@@ -51,7 +51,7 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def open_file(folder: Path, name: str) -> BinaryIO:
+def open_file(folder: Path, name: str) -> BufferedReader:
     """Open a file of a checkpoint to read it.
 
     Raises:

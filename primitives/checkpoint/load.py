@@ -162,9 +162,7 @@ def _match(contents: Contents, things: Sequence[Thing]) -> None:
         contents.check(name)
 
 
-def _restore(
-    comm: Comm, what: str, contents: Contents, things: Sequence[Thing]
-) -> dict[str, str]:
+def _restore(comm: Comm, what: str, contents: Contents, things: Sequence[Thing]) -> dict[str, str]:
     """Restore one thing after the other and say what was lost."""
     same_size = comm.size == contents.index.ranks
     lost: dict[str, str] = {}
@@ -184,9 +182,7 @@ def _restore(
     return {name: words for name, words in lost.items() if words}
 
 
-def _warn(
-    comm: Comm, contents: Contents, things: Sequence[Thing], lost: dict[str, str]
-) -> None:
+def _warn(comm: Comm, contents: Contents, things: Sequence[Thing], lost: dict[str, str]) -> None:
     if contents.index.ranks != comm.size:
         _log.warning(
             "%s was saved by %d ranks and is loaded by %d: %s",

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Generator, Sequence
+from functools import partial
 from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,12 @@ def save(
     found = adapt(things)
     _saving(comm, found, keep)
     found.extend(adapt({"comm": comm}))
+    mine = _Mine()
     for thing in found:
         together(comm, f"save, before {thing.name}", thing.quiesce)
-    mine = _Mine()
-    in_pieces(comm, "save", mine.collect(found, alone=comm.size == 1))
+    for thing in found:  # one after the other: the state of some is told together
+        together(comm, f"save {thing.name}", partial(mine.ask, thing))
+    in_pieces(comm, "save", mine.condense(alone=comm.size == 1))
     mine.divide(comm)
     drafts: list[Draft] = []
     try:
@@ -114,25 +117,23 @@ class _Mine:
         self._digests: dict[tuple[str, str], bytes] = {}
         self._common: set[bytes] | None = None
 
-    def collect(self, things: Sequence[Thing], alone: bool) -> Generator[None, None, None]:
-        """Ask the things, and unless this rank is alone condense what they say."""
+    def ask(self, thing: Thing) -> None:
+        """Ask a thing for its state."""
         encoder = self._encoder
-        for thing in things:
-            encoder.named = []
-            tree = encoder.encode(thing.state(), thing.name)
-            self._things[thing.name] = {"kind": thing.kind, "tree": tree}
-            self._arrays_of[thing.name] = encoder.named
+        encoder.named = []
+        tree = encoder.encode(thing.state(), thing.name)
+        self._things[thing.name] = {"kind": thing.kind, "tree": tree}
+        self._arrays_of[thing.name] = encoder.named
+
+    def condense(self, alone: bool) -> Generator[None, None, None]:
+        """Unless this rank is alone, digest what there is, piece by piece."""
+        if alone:
+            return
+        for name, told in self._things.items():
+            self._digests["thing", name] = _digest(name, json.dumps(told))
+        for name, raw in self._encoder.arrays.items():
+            self._digests["array", name] = _digest(name, raw.dtype, raw.shape, raw.data)
             yield
-            if alone:
-                continue
-            told = json.dumps(self._things[thing.name])
-            self._digests["thing", thing.name] = _digest(thing.name, told)
-            for name in encoder.named:
-                if ("array", name) in self._digests:
-                    continue
-                raw = encoder.arrays[name]
-                self._digests["array", name] = _digest(name, raw.dtype, raw.shape, raw.data)
-                yield
 
     def divide(self, comm: Comm) -> None:
         """Find out what all ranks have in common; collective."""
@@ -177,13 +178,11 @@ def _width(raw: Raw) -> int:
 def _digest(*parts: Any) -> bytes:
     digest = blake2b(digest_size=_DIGEST)
     for part in parts:
-        digest.update(part if isinstance(part, np.ndarray) else f"{part!r}\0".encode())
+        digest.update(part.data if isinstance(part, np.ndarray) else f"{part!r}\0".encode())
     return digest.digest()
 
 
-def _write(
-    comm: Comm, parent: Path, keep: int | None, mine: _Mine, drafts: list[Draft]
-) -> Path:
+def _write(comm: Comm, parent: Path, keep: int | None, mine: _Mine, drafts: list[Draft]) -> Path:
     def begin() -> None:
         if comm.rank == 0:
             drafts.append(Draft(parent))
@@ -221,14 +220,16 @@ def _write(
             os.fsync(file.fileno())
         drafts.pop().finish()
 
-    final = parent / folder.name.split(".")[0]
+    final: Path = parent / folder.name.split(".")[0]
     draft = drafts[0] if drafts else None
     together(comm, f"save to {parent}", finish)
     if draft is not None and keep is not None:
         try:
             draft.keep(keep)
         except OSError as error:
-            _log.warning("%s is complete, but older checkpoints cannot be removed: %s", final, error)
+            _log.warning(
+                "%s is complete, but older checkpoints cannot be removed: %s", final, error
+            )
     return final
 
 
@@ -268,7 +269,7 @@ def _write_file(
     with path.open("xb") as file:
         for data in (np.frombuffer(head, np.uint8), *arrays):
             for begin in range(0, len(data), CHUNK):
-                piece = data[begin : begin + CHUNK]
+                piece = data[begin : begin + CHUNK].data
                 file.write(piece)
                 digest.update(piece)
                 size += len(piece)

@@ -15,9 +15,9 @@ from relaxmpi.primitives.errors import CheckpointError
 
 __all__ = ["Place", "header", "header_length", "parse_header", "parse_json"]
 
-_BYTES = {
-    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2},
-    **{"I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+_BITS = {"64": 8, "32": 4, "16": 2, "8": 1}
+_BYTES = {"BF16": 2, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1} | {
+    kind + bits: size for kind in "FIU" for bits, size in _BITS.items() if kind + bits != "F8"
 }
 _LARGEST_HEADER = 100_000_000  # the limit of the reference implementation
 _LARGEST_COUNT = 2**62
@@ -111,7 +111,9 @@ def _place(name: str, entry: Any) -> Place:
         raise CheckpointError(f"tensor {_cut(name)} has an impossible shape or place")
     begin, end = offsets
     if _BYTES[code] * prod(shape) != end - begin:
-        raise CheckpointError(f"tensor {_cut(name)} of {code} {_cut(shape)} is not {end - begin} bytes")
+        raise CheckpointError(
+            f"tensor {_cut(name)} of {code} {_cut(shape)} is not {end - begin} bytes"
+        )
     return Place(code, tuple(shape), begin, end)
 
 

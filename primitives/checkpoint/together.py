@@ -76,7 +76,9 @@ def in_pieces(
 
 
 def _agreed(comm: Comm, what: str, failed: BaseException | None, rank: int) -> BaseException:
-    why = str(failed) if isinstance(failed, CheckpointError) else f"{type(failed).__name__}: {failed}"
+    why = (
+        str(failed) if isinstance(failed, CheckpointError) else f"{type(failed).__name__}: {failed}"
+    )
     said = f"{what}: {why}".encode(errors="replace")[:_TEXT].ljust(_TEXT)
     text = np.frombuffer(said, np.uint8).copy()
     told = broadcast(comm, text, root=rank, name="why a checkpoint failed").tobytes()

@@ -20,7 +20,12 @@ from relaxmpi.primitives.errors import CheckpointError
 __all__ = ["Encoder", "decode", "tensors_of"]
 
 _DEEPEST = 64
-_DICTS = {dict: "dict", defaultdict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_DICTS: dict[type, str] = {
+    dict: "dict",
+    defaultdict: "dict",
+    OrderedDict: "ordered",
+    Counter: "counter",
+}
 _MAKE = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 
 
@@ -194,7 +199,7 @@ _PLAIN: dict[str | None, Callable[[Any], Any]] = {
 
 def tensors_of(node: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield key, dtype and shape of the tensors directly inside a dict, without reading them."""
-    pairs = node.get("ordered", node.get("dict", [])) if isinstance(node, dict) else []
+    pairs: Any = node.get("ordered", node.get("dict", [])) if isinstance(node, dict) else []
     for key, inner in pairs:
         if isinstance(inner, dict) and "array" in inner:
             _, _, dtype, shape = inner["array"]
