@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from relaxmpi.primitives.ops import Op
 
-__all__ = ["Every", "Request", "Transport", "pieces_of"]
+__all__ = ["Every", "Reduction", "Request", "Transport", "pieces_of"]
 
 # Bytes of a piece of a long reduction: enough for what its messages cost, and no more, because
 # what is under way to one host must fit into the buffers of its switch port: at 2 MiB and four
@@ -30,6 +30,10 @@ class Request(Protocol):
 
     def test(self) -> bool:
         """Whether it has completed; drives it, and never blocks."""
+
+
+# Starts an all-reduce of the first array into the second, another one; MEAN is left as the sum.
+Reduction = Callable[[Any, Any], Request]
 
 
 class Every:
@@ -72,15 +76,12 @@ class Transport(Protocol):
     def ibroadcast(self, data: Any, root: int) -> Request:
         """Start a broadcast of the bytes of `data`."""
 
-    def sums(self, data: Any, dtype: str, op: Op) -> bool:
-        """Whether `ireduce` should be used: it is exact for these numbers, and faster.
+    def reduction(self, data: Any, dtype: str, op: Op) -> Reduction | None:
+        """Return what all-reduces `data` where the library below does it exactly, and faster.
 
-        The answer depends on format, size and layout only, never on a measurement: ranks must
-        agree, and a sum in another order differs in bits.
+        None leaves it to messages. The answer depends on format, size and layout only, never on
+        a measurement: ranks must agree, and a sum in another order differs in bits.
         """
 
     def pieces(self, data: Any) -> int:
         """In how many pieces a reduction of `data` should go, to keep the links busy."""
-
-    def ireduce(self, data: Any, out: Any, op: Op) -> Request:
-        """Start an all-reduce of `data` into `out` (another array); MEAN is left as the sum."""

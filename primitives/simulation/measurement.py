@@ -18,7 +18,7 @@ from relaxmpi.primitives.devices import device_of
 from relaxmpi.primitives.feedback import ErrorFeedback
 from relaxmpi.primitives.ops import MEAN, SUM
 from relaxmpi.primitives.primitive import primitive
-from relaxmpi.primitives.simulation.network import Network
+from relaxmpi.primitives.simulation.network import BATCH, Network
 from relaxmpi.primitives.simulation.tree import told
 from relaxmpi.primitives.transport import Every
 from relaxmpi.primitives.verbs import allreduce, barrier
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["measure"]
 
-_WORD, _FULL = 8, 32 * 1024
+_WORD = 8
 _TRIPS = 3
 _BURST = 24
 _ROUNDS = 5
@@ -49,6 +49,9 @@ class _Costs(NamedTuple):
     bandwidth: float
     send_cost: float
     receive_cost: float
+    send_byte: float = 0.0
+    receive_byte: float = 0.0
+    batch_delay: float = 0.0
 
 
 Pairs = Sequence[tuple[int, int]]
@@ -129,9 +132,9 @@ def _trips(comm: Comm, pairs: Pairs, size: int) -> Flow[float]:
 
 
 @primitive
-def _burst(comm: Comm, pairs: Pairs, count: int, pause: float) -> Flow[float]:
-    """Seconds of the processor to send `count` words; on second ranks, to receive them."""
-    transport, words = _host(comm), np.zeros((count, _WORD), np.uint8)
+def _burst(comm: Comm, pairs: Pairs, size: int, pause: float) -> Flow[float]:
+    """Seconds of the processor to send a message; on second ranks, to receive it."""
+    transport, words = _host(comm), np.zeros((_BURST, size), np.uint8)
     there, first = _partner(comm, pairs)
 
     def flow() -> Flow[float]:
@@ -143,7 +146,7 @@ def _burst(comm: Comm, pairs: Pairs, count: int, pause: float) -> Flow[float]:
         requests = [(transport.isend if first else transport.irecv)(w, there) for w in words]
         posted = comm.now()
         yield Every(requests)
-        return (posted if first else comm.now()) - begin
+        return ((posted if first else comm.now()) - begin) / _BURST
 
     return flow()
 
@@ -172,17 +175,26 @@ def _costs(comm: Comm, pairs: Pairs) -> _Costs:
     def trips(size: int) -> float:
         return _middle(comm, firsts, median(_trips(comm, pairs, size) for _ in range(calls)))
 
-    trip = trips(_WORD)
-    pause = 2 * trip + _BURST * min(trip, _DEAREST)
-    cost = median(_burst(comm, pairs, _BURST, pause) for _ in range(_ROUNDS)) / _BURST
-    send_cost, receive_cost = (_middle(comm, side, cost) for side in zip(*pairs, strict=True))
-    rate = _bandwidth(comm, pairs)
-    latency = max(0.0, trip / 2 - send_cost - receive_cost - _WORD / rate)
-    # A full message takes the processors longer than a word, besides its time on the wire.
-    full = min(_FULL, _host(comm).longest)
-    copies = trips(full) / 2 - latency - send_cost - receive_cost - full / rate
-    copies = max(0.0, copies) / 2 if len(set(comm.nodes)) > 1 else 0.0
-    return _Costs(latency, rate, send_cost + copies, receive_cost + copies)
+    def work(size: int) -> list[float]:
+        pause = 2 * trip + _BURST * (min(trip, _DEAREST) + size / rate)
+        cost = median(_burst(comm, pairs, size, pause) for _ in range(_ROUNDS))
+        return [_middle(comm, side, cost) for side in zip(*pairs, strict=True)]
+
+    trip, rate, full = trips(_WORD), _bandwidth(comm, pairs), min(BATCH, _host(comm).longest)
+    word, whole = work(_WORD), work(full)
+    latency = max(0.0, trip / 2 - _WORD / rate - sum(word))
+    late = trips(full) / 2 - latency - full / rate - max(sum(whole), sum(word))
+    found = _Costs(latency, rate, word[0], word[1])
+    if len(set(comm.nodes)) == 1:
+        return found  # memory's bandwidth says what bytes cost
+    send_byte, receive_byte = (
+        max(0.0, b - a) / (full - _WORD) for a, b in zip(word, whole, strict=True)
+    )
+    return found._replace(
+        send_byte=send_byte,
+        receive_byte=receive_byte,
+        batch_delay=max(0.0, late) * BATCH / full,
+    )
 
 
 def _bandwidth(comm: Comm, pairs: Pairs) -> float:
