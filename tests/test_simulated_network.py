@@ -118,7 +118,9 @@ def test_processors_and_packets_cost():
     late = rx.Network(latency=0.1, bandwidth=1e6, batch_delay=0.5, **FREE)
     for size, delay in ((0, 0.0), (batch // 4, 0.125), (batch, 0.5), (large, 0.5)):
         assert np.isclose(times({(0, 1): size}, 2, late)[1], 0.1 + size / 1e6 + delay)
-        assert np.isclose(times({(0, 1): size}, 2, late, ranks_per_node=2)[1], size / 5e9, atol=1e-5)
+        assert np.isclose(
+            times({(0, 1): size}, 2, late, ranks_per_node=2)[1], size / 5e9, atol=1e-5
+        )
     full = rx.Network(latency=0.1, bandwidth=1e6, packet=1000, overhead=100, **FREE)
     assert np.allclose(times({(0, 1): 999_500}, 2, full)[1], 0.1 + 1.0995)
     assert np.isclose(rx.Network.ethernet(1e9).wire_bytes(1448e3) / 1448e3, 1.0622, atol=1e-4)

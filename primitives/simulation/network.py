@@ -126,8 +126,9 @@ class Network:
         ranks that wait would take the cores from those that work. Each number is the median over
         the pairs and over several rounds:
 
-        - send_cost and receive_cost: the processor's time to send 24 words of 8 bytes, and to
-          receive them when they have all arrived, by 24;
+        - send_cost and receive_cost: what a word of 8 bytes takes two ranks longer that send each
+          other 24 of them, in the ratio of the processors' times to send 24, and to receive them
+          when they have all arrived: with all at work at once, as in verbs;
         - send_byte and receive_byte, between nodes: what 32 KiB take it longer, by their bytes;
         - bandwidth: (S - S/4) / (T(S) - T(S/4)), T the time in which two ranks send each other S
           bytes, S what takes about 0.15 s. It is that of payloads, so `overhead` is 0;
