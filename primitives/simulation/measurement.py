@@ -39,7 +39,7 @@ __all__ = ["measure"]
 
 _ROUNDS = 5
 _DEAREST = 2e-4  # no message costs a processor more
-_MEETINGS = 30
+_MEETINGS = 20
 _LEAST, _MOST = 256 * 1024, 16 * 1024 * 1024
 _SECONDS = 0.15  # that the longest stream takes, about
 _FEW, _MANY = 1024, 4 * 1024 * 1024  # numbers: of a call alone, and of what no cache holds
@@ -97,19 +97,21 @@ def _short(number: float) -> float:
 
 def _costs(comm: Comm, pairs: Pairs) -> _Costs:
     firsts = [pair[0] for pair in pairs]
-    # Few in each call: the longer a call has waited, the less often a rank looks.
-    calls = int(min(15, max(3, _SECONDS / (_middle(comm, firsts, trips(comm, pairs, 1)) + 1e-9))))
+    # Few in each call: the longer a call has waited, the less often a rank looks. Many calls: what
+    # the kernel does with ranks and cores in one moment, it does not do in another.
+    calls = _count(_middle(comm, firsts, trips(comm, pairs, 1)), 3, 30)
+    rounds = max(_ROUNDS, calls // 2)
 
     def way(size: int) -> float:
         return _middle(comm, firsts, median(trips(comm, pairs, size) for _ in range(calls))) / 2
 
     def crowd(count: int) -> float:
-        taken = (exchange(comm, pairs, WORD, count) for _ in range(_ROUNDS))
+        taken = (exchange(comm, pairs, WORD, count) for _ in range(rounds))
         return _middle(comm, firsts, median(taken))
 
     def work(size: int) -> list[float]:
         pause = 4 * word + BURST * (min(2 * word, _DEAREST) + size / rate)
-        cost = median(burst(comm, pairs, size, pause) for _ in range(_ROUNDS))
+        cost = median(burst(comm, pairs, size, pause) for _ in range(rounds))
         return [_middle(comm, side, cost) for side in zip(*pairs, strict=True)]
 
     word, rate, full = way(WORD), _bandwidth(comm, pairs), min(BATCH, host(comm).longest)
@@ -129,6 +131,11 @@ def _costs(comm: Comm, pairs: Pairs) -> _Costs:
     )
 
 
+def _count(seconds: float, least: int, most: int) -> int:
+    """Return how many moves that take so long are tried."""
+    return int(min(most, max(least, _SECONDS / (seconds + 1e-9))))
+
+
 def _bandwidth(comm: Comm, pairs: Pairs) -> float:
     """Return the bytes per second that flow in each direction, both at once."""
 
@@ -146,11 +153,18 @@ def _bandwidth(comm: Comm, pairs: Pairs) -> float:
 
 def _agreement(comm: Comm, network: Network) -> float:
     """Return the seconds of a hop besides its latency: barriers in a row take whole trees."""
-    barrier(comm)
-    begin = comm.now()
-    for _ in range(_MEETINGS):
+
+    def seconds(count: int) -> float:
         barrier(comm)
-    period = _middle(comm, [0], (comm.now() - begin) / _MEETINGS)
+        begin = comm.now()
+        for _ in range(count):
+            barrier(comm)
+        return _middle(comm, [0], (comm.now() - begin) / count)
+
+    period = seconds(_MEETINGS)
+    more = _count(period, 1, 300)
+    if more > _MEETINGS:
+        period = seconds(more)
 
     def predicted(cost: float) -> float:
         some = replace(network, agree_cost=cost)

@@ -120,7 +120,7 @@ class Network:
 
     @classmethod
     def from_measurement(cls, comm: Comm, codecs: Sequence[Codec | ErrorFeedback] = ()) -> Network:
-        """Fit a network to the links between the ranks of a Comm; collective, about 2 s.
+        """Fit a network to the links between the ranks of a Comm; collective, 2 s to 8 s.
 
         Ranks of different nodes, and ranks of one node, work in pairs, all pairs at once, because
         ranks that wait would take the cores from those that work. Each number is the median over
