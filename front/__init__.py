@@ -10,13 +10,18 @@ from typing import Any
 _HOME = {
     "relaxmpi.primitives": (
         "Comm Hierarchy Work primitive "
-        "allreduce reduce_scatter allgather broadcast alltoall barrier SUM MEAN MAX MIN Op "
+        "allreduce reduce_scatter allgather broadcast alltoall barrier "
+        "neighbor_allreduce push_sum pairwise_average SUM MEAN MAX MIN Op "
         "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit TopK ErrorFeedback Bucket buckets_of "
+        "Topology Complete Ring Exponential OnePeerExponential BipartiteExponential ShiftOne "
+        "RandomPairs BaseGraph from_matrix from_networkx "
         "SimulatedWorld Network faults "
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),
     "relaxmpi.algorithms": (
-        "Algorithm Bound Rule Local SGD QSGD ByteGrad attach Sync SyncStats NonFinite ddp_hook DDPHook"
+        "Algorithm Bound Rule Local SGD QSGD ByteGrad "
+        "OSGP SGP Decentralized Order Choco LowPrecisionDecentralized SlowMo "
+        "attach Sync SyncStats NonFinite ddp_hook DDPHook"
     ).split(),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}

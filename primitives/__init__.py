@@ -24,12 +24,26 @@ from relaxmpi.primitives.errors import (
     RelaxError,
 )
 from relaxmpi.primitives.feedback import ErrorFeedback
+from relaxmpi.primitives.gossip import neighbor_allreduce, pairwise_average, push_sum
 from relaxmpi.primitives.hierarchy import Hierarchy
 from relaxmpi.primitives.ops import MAX, MEAN, MIN, SUM, Op
 from relaxmpi.primitives.primitive import primitive
 from relaxmpi.primitives.simulation import faults
 from relaxmpi.primitives.simulation.network import Network
 from relaxmpi.primitives.simulation.simulated import SimulatedWorld
+from relaxmpi.primitives.topology import (
+    BaseGraph,
+    BipartiteExponential,
+    Complete,
+    Exponential,
+    OnePeerExponential,
+    RandomPairs,
+    Ring,
+    ShiftOne,
+    Topology,
+    from_matrix,
+    from_networkx,
+)
 from relaxmpi.primitives.verbs import (
     allgather,
     allreduce,
@@ -45,13 +59,17 @@ __all__ = [
     "MEAN",
     "MIN",
     "SUM",
+    "BaseGraph",
+    "BipartiteExponential",
     "BrokenComm",
     "Bucket",
     "Cast",
     "Codec",
     "Comm",
+    "Complete",
     "Deadlock",
     "ErrorFeedback",
+    "Exponential",
     "Hierarchy",
     "Identity",
     "Key",
@@ -60,13 +78,18 @@ __all__ = [
     "Network",
     "NonFiniteError",
     "OneBit",
+    "OnePeerExponential",
     "Op",
     "PeerLeft",
     "PeerTimeout",
     "Quantizer",
+    "RandomPairs",
     "RelaxError",
+    "Ring",
+    "ShiftOne",
     "SimulatedWorld",
     "TopK",
+    "Topology",
     "Work",
     "allgather",
     "allreduce",
@@ -75,7 +98,12 @@ __all__ = [
     "broadcast",
     "buckets_of",
     "faults",
+    "neighbor_allreduce",
+    "pairwise_average",
+    "from_matrix",
+    "from_networkx",
     "primitive",
+    "push_sum",
     "reduce_scatter",
     "register",
 ]

@@ -18,7 +18,7 @@ from relaxmpi.primitives.simulation.channel import (
 from relaxmpi.primitives.simulation.exchange import Exchange
 from relaxmpi.primitives.simulation.load import load_of
 from relaxmpi.primitives.simulation.rank import Rank, Ticket
-from relaxmpi.primitives.transport import Every, Request, pieces_of
+from relaxmpi.primitives.transport import TAG, Every, Request, pieces_of
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.settings import Settings
@@ -44,13 +44,14 @@ class SimulatedTransport:
         segment = settings.segment or self._network.segment
         self.longest = min(segment, settings.max_message) if nodes > 1 else settings.max_message
 
-    def addressed(self, data: Any, dests: Sequence[int]) -> list[Parcel]:
+    def addressed(self, data: Any, dests: Sequence[int], tag: int = TAG) -> list[Parcel]:
         """Make messages of the bytes of `data`, which nobody will change."""
         size = data.nbytes * self._network.scale
         eager = min(size, self.longest) <= self._network.eager
-        loads = [load_of(self._network, size, self.longest, near) for near in (False, True)]
+        places = {self._near[dest] for dest in dests}
+        loads = {near: load_of(self._network, size, self.longest, near) for near in places}
         return [
-            Parcel(data, loads[self._near[dest]], None if eager else Ticket(self._me))
+            Parcel(data, loads[self._near[dest]], None if eager else Ticket(self._me), tag)
             for dest in dests
         ]
 
@@ -58,24 +59,35 @@ class SimulatedTransport:
         self._stats.payload_bytes += size
         self._stats.messages += 1
 
-    def isend(self, data: Any, dest: int) -> Request:
+    def isend(self, data: Any, dest: int, tag: int = TAG) -> Request:
         """Start sending the bytes of `data`, which are copied now."""
         me = self._me
         if me.dead:
             return Never()
         self._count(data.nbytes)
-        (parcel,) = self.addressed(data.view(np.uint8).copy(), [dest])
-        load = parcel.load
+        (parcel,) = self.addressed(data.view(np.uint8).copy(), [dest], tag)
+        return self._send(parcel, dest)
+
+    def announce(self, header: Any, dest: int, tag: int) -> Request:
+        """Start sending a short header, which is no payload and does not scale."""
+        if self._me.dead:
+            return Never()
+        self._stats.header_bytes += header.size
+        load = load_of(self._network, header.size, self.longest, self._near[dest])
+        return self._send(Parcel(header.copy(), load, None, tag), dest)
+
+    def _send(self, parcel: Parcel, dest: int) -> Request:
+        me, load = self._me, parcel.load
         self._fabric.cost(me, load.first)
         begin = me.clock
         self._fabric.cost(me, load.send - load.first)
-        self.channel.pipe(self._rank, dest).send(parcel, begin)
+        self.channel.pipe(self._rank, dest, _lane(parcel.tag)).send(parcel, begin)
         return DONE if parcel.sent is None else parcel.sent
 
-    def irecv(self, data: Any, source: int) -> Request:
+    def irecv(self, data: Any, source: int, tag: int = TAG) -> Request:
         """Start receiving exactly the bytes of `data`."""
-        request = Receive(self._me, data.view(np.uint8), self._fabric)
-        self.channel.pipe(source, self._rank).receive(request, self._me.clock)
+        request = Receive(self._me, data.view(np.uint8), self._fabric, tag)
+        self.channel.pipe(source, self._rank, _lane(tag)).receive(request, self._me.clock)
         return request
 
     def ibroadcast(self, data: Any, root: int) -> Request:
@@ -89,7 +101,7 @@ class SimulatedTransport:
         if place:
             parent = (place - (1 << (height - 1)) + root) % n
             request = _Relay(self, self._me, raw, self._fabric, dests)
-            self.channel.pipe(parent, self._rank, tree=True).receive(request, self._me.clock)
+            self.channel.pipe(parent, self._rank, lane="tree").receive(request, self._me.clock)
             return request
         if self._me.dead:
             return Never()
@@ -101,7 +113,7 @@ class SimulatedTransport:
     def spread(self, time: float, dests: list[int], parcels: list[Parcel]) -> list[Request]:
         """Send messages down the tree of a broadcast."""
         for dest, parcel in zip(dests, parcels, strict=True):
-            self.channel.pipe(self._rank, dest, tree=True).send(parcel, time)
+            self.channel.pipe(self._rank, dest, lane="tree").send(parcel, time)
         return [parcel.sent for parcel in parcels if parcel.sent is not None]
 
     def exchange(self, payloads: dict[int, Any], expected: int) -> Exchange:
@@ -131,6 +143,11 @@ class SimulatedTransport:
     def pieces(self, data: Any) -> int:
         """In how many pieces a reduction of `data` should go: as over MPI."""
         return pieces_of(data.nbytes * self._network.scale, self._nodes)
+
+
+def _lane(tag: int) -> str:
+    """Neighbour verbs have messages of their own: what one of them lost holds up no other."""
+    return "" if tag == TAG else "edge"
 
 
 class _Relay(Receive):
