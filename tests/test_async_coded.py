@@ -47,7 +47,7 @@ def test_mass_is_exact_whatever_the_codec_and_the_network_do(codec, faulty):
             assert (edge.phi == points[peer]._in[point.comm.rank].rho).all(), "replicas differ"
     spread = max(abs(x / w - total / 4).max() for _, x, w, _ in ends)
     first = max(abs(begin - total / 4).max() for begin, *_ in ends)
-    assert spread < 0.1 * first
+    assert spread < 0.2 * first
 
 
 def test_a_varying_topology_has_a_replica_an_edge():
