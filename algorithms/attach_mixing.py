@@ -179,15 +179,16 @@ class Mixing(Engine):
             bound = part.bound
             bound.lr = lr
             moved, stepped = bound.before_step(), bound.stepped
-            if stepped is not part.flat and (name := part.changed()):
+            if not moved and stepped is part.flat:
+                continue
+            if name := part.changed():
                 raise RelaxError(
-                    f"parameter {name} was changed between two steps of the optimizer, which "
-                    "steps another number than the gradient is taken at (the numerator of "
-                    "push-sum): the change would be lost; restore parameters before "
-                    "sync.load_state_dict(), or detach and attach again"
+                    f"parameter {name} was changed between two steps, and would be lost: "
+                    "meanwhile neighbours have sent theirs, or the optimizer steps the numerator "
+                    "of push-sum; restore parameters before sync.load_state_dict(), or detach "
+                    "and attach again"
                 )
-            if moved or stepped is not part.flat:
-                part.show(stepped)
+            part.show(stepped)
         self.meter.exposed(self.comm.stats.waited - before)
 
     def after_step(self) -> None:

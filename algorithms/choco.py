@@ -36,8 +36,8 @@ class Choco(MixingAlgorithm):
 
     The sum of all x_i is kept exactly, any codec will do, and errors vanish with the differences:
     without gradients all ranks reach the true mean. With Q = identity and gamma = 1 it is
-    `Decentralized` in order ADAPT_THEN_COMBINE. Replicas begin as what x is when the state is made, so that no rank's model is
-    coded as a whole.
+    `Decentralized` in order ADAPT_THEN_COMBINE. Replicas begin as what x is when the state is
+    made, so that no rank's model is coded as a whole.
 
     Args:
         codec: Q, biased or not.
