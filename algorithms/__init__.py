@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from relaxmpi.algorithms.base import Algorithm, Bound, Local, Rule
     from relaxmpi.algorithms.choco import Choco, LowPrecisionDecentralized
     from relaxmpi.algorithms.decentralized import Decentralized, Order
+    from relaxmpi.algorithms.diloco import DiLoCo
+    from relaxmpi.algorithms.local_sgd import LocalSGD
     from relaxmpi.algorithms.osgp import OSGP, SGP
     from relaxmpi.algorithms.qsgd import QSGD, ByteGrad
     from relaxmpi.algorithms.sgd import SGD
@@ -33,7 +35,9 @@ __all__ = [
     "Choco",
     "DDPHook",
     "Decentralized",
+    "DiLoCo",
     "Local",
+    "LocalSGD",
     "LowPrecisionDecentralized",
     "NonFinite",
     "Order",
@@ -53,7 +57,9 @@ _HOME = {
     "Choco": "choco",
     "DDPHook": "attach_ddp",
     "Decentralized": "decentralized",
+    "DiLoCo": "diloco",
     "Local": "base",
+    "LocalSGD": "local_sgd",
     "LowPrecisionDecentralized": "choco",
     "OSGP": "osgp",
     "Order": "decentralized",

@@ -125,6 +125,11 @@ class BoundADPSGD(BoundMixing):
             self.pairs.close()
             self.pairs = None
 
+    def quiesce(self) -> None:
+        """See `Bound`."""
+        if self.pairs is not None:
+            self.pairs.drain()
+
     def state_dict(self) -> dict[str, Any]:
         """x, too: it is another one when no question is open any more."""
         if self.pairs is not None:

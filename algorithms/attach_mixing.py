@@ -270,23 +270,32 @@ class Mixing(Engine):
         apart = allreduce(self.control, apart, op=MEAN, name="distance to the mean")
         return float((apart / norm) ** 0.5) if norm else 0.0
 
+    def quiesce(self) -> None:
+        """Wait for parameters on their way."""
+        self._meet("save()")
+        for part in self.parts:
+            part.bound.quiesce()
+            if not self._algorithm.lockstep:  # x has taken in what was on its way
+                part.show(part.flat)
+
     def state_dict(self) -> dict[str, Any]:
         """The state of each bucket."""
         names = [[name for name, _ in part.named] for part in self.parts]
         return {"order": names, "buckets": {p.name: p.bound.state_dict() for p in self.parts}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, resized: bool) -> None:
         """Fill the buckets; the parameters are restored already."""
         order, buckets = state["order"], state["buckets"]
         barrier(self.control, name=f"restored buckets {order}")
-        if order != [[name for name, _ in part.named] for part in self.parts]:
+        # One rank has none where the algorithm does nothing there.
+        if self.parts and order and order != [[name for name, _ in p.named] for p in self.parts]:
             raise ValueError(
                 "this state is of a model with other trained parameters, or was saved with other "
                 "bucket sizes"
             )
-        for part in self.parts:
+        for part in self.parts if order else []:
             part.fetch(part.flat)
-            part.bound.load_state_dict(buckets[part.name])
+            part.bound.load(buckets[part.name], resized=resized)
             part.show(part.flat)
 
     def end(self) -> None:

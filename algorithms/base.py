@@ -115,6 +115,23 @@ class Bound:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank."""
 
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Restore what has a meaning for any number of ranks; the rest begins anew from x.
+
+        Args:
+            state: What `state_dict` returned on a rank among another number of ranks.
+        """
+
+    def load(self, state: dict[str, Any], *, resized: bool) -> None:
+        """Call one of the two above."""
+        (self.load_resized if resized else self.load_state_dict)(state)
+
+    def quiesce(self) -> None:
+        """Wait for what is on its way, so that nothing is lost where the program ends; collective.
+
+        Later steps do what they would have done.
+        """
+
 
 class Algorithm(ABC):
     """What to send, and when: a frozen dataclass, shared freely; `bind` makes the state.

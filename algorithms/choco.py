@@ -156,3 +156,8 @@ class BoundChoco(BoundMixing):
         """See `BoundMixing`."""
         super().load_state_dict(state)
         self.memory.load_state_dict(state["memory"])
+
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Go on from x, which is equal on all ranks, with no replicas."""
+        super().load_resized(state)
+        self.memory.reset()

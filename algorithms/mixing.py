@@ -42,13 +42,20 @@ class BoundMixing(Bound):
         self.rule.apply(self.stepped, g, self.lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken and the state of the rule."""
-        return {"t": self.t, "rule": self.rule.state_dict()}
+        """Steps taken and their length, and the state of the rule."""
+        return {"t": self.t, "lr": self.lr, "rule": self.rule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore; the parameters are the caller's to restore, before this."""
-        self.t = state["t"]
+        self.t, self.lr = state["t"], state["lr"]
         self.rule.load_state_dict(state["rule"])
+
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Go on from x, with the rule's state of another rank and nothing on its way."""
+        x = copy_of(self.x)
+        self.finish()
+        BoundMixing.load_state_dict(self, state)
+        self.replace(x)
 
 
 def copy_of(x: Any) -> Any:

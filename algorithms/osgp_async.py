@@ -92,6 +92,10 @@ class BoundAsyncOSGP(BoundMixing):
             self.y[...] = x
             self.y *= 1.0 if self.mix is None else self.mix.w
 
+    def quiesce(self) -> None:
+        """See `Bound`."""
+        self._drained()
+
     def state_dict(self) -> dict[str, Any]:
         """Drain, and return numerator and weight."""
         mix = self._drained()

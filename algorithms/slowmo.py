@@ -170,3 +170,14 @@ class BoundSlowMo(Bound):
         self.t, self.u = state["t"], state["u"]
         self.z[...] = state["z"]
         self.inner.load_state_dict(state["inner"])
+
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Keep the slow model and its momentum where they are common, and go on from x."""
+        common = self.spec.average
+        self.t, self.u = state["t"], state["u"] if common else 0.0
+        self.z[...] = state["z"] if common else self.x
+        self.inner.load_resized(state["inner"])
+
+    def quiesce(self) -> None:
+        """See `Bound`."""
+        self.inner.quiesce()
