@@ -44,7 +44,7 @@ class SlowMo(Algorithm):
         ...         for _ in range(200):
         ...             opt.step(x - comm.rank)
         ...         return x
-        >>> rx.SimulatedWorld(4).run(run)[0].round(3)
+        >>> rx.SimulatedWorld(4).run(run)[0].round(2)
         array([1.5, 1.5])
     """
 
