@@ -33,13 +33,15 @@ class _Sent(NamedTuple):
 
 
 class AsyncPairwise(Endpoint):
-    """Averaging of two ranks at a time, the communication of AD-PSGD (Lian et al. 2018).
+    """Averaging of two ranks at a time, at their own pace.
 
-    Even ranks ask, odd ranks answer. `ask(peer)` sends a snapshot s_i; whenever j next looks, in
-    `serve()`, it takes a snapshot s_j, sends it and adds (s_i - s_j) / 2 to its x; the asker adds
-    (s_j - s_i) / 2 in `fold()`. So x_i + x_j stays what it was, to rounding, whatever gradient
-    steps were made in between. Askers wait for answers and nobody waits for askers, so there are
-    no cycles; with an odd number of ranks one more asks than answers.
+    This is the communication of AD-PSGD (Lian, Zhang, Zhang and Liu 2018). Even ranks ask, odd
+    ranks answer. `ask(peer)` sends a snapshot s_i; whenever j next looks, in `serve()`, it takes
+    a snapshot s_j, sends it and adds (s_i - s_j) / 2 to its x; the asker adds (s_j - s_i) / 2 in
+    `fold()`. So x_i + x_j stays what it was, to rounding, whatever gradient steps were made in
+    between. Askers wait for answers and nobody waits for askers, so there are no cycles; with an
+    odd number of ranks one more asks than answers. Memory: a message for each rank of the other
+    side, and two more.
 
     Args:
         comm: A Comm. Making and closing are collective calls on its stream.
@@ -254,9 +256,7 @@ class AsyncPairwise(Endpoint):
 
     def _move(self, theirs: Any, mine: Any) -> None:
         """Go half the way from one snapshot to the other: x += (theirs - mine) / 2."""
-        theirs -= mine
-        theirs *= 0.5
-        self._x += theirs
+        self._flat.device.kernels.meet(self._x, mine, theirs)
         self.exchanges += 1
 
     def _missing(self) -> dict[int, str]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relaxmpi.primitives.async_exchange import Options, PushSumEdges
-from relaxmpi.primitives.codecs import Codec
 from relaxmpi.primitives.devices import Flat, device_of
+from relaxmpi.primitives.difference import DifferenceCompression
 from relaxmpi.primitives.endpoint import agree
 from relaxmpi.primitives.topology import Topology
 from relaxmpi.primitives.work import Flow
@@ -94,22 +94,22 @@ class AsyncPushSum(PushSumEdges):
         topology: Topology,
         *,
         max_staleness: int | None = None,
-        codec: Any = None,
+        codec: DifferenceCompression | None = None,
         floor: float = _FLOOR,
         name: str = "",
     ) -> None:
         def what() -> tuple[Hashable, ...]:
             self._flat = _checked(x, topology, max_staleness, floor, name)
+            _check_codec(codec)
             topology.check(comm.size)
-            words = (f"max_staleness {max_staleness}", codec and f"codec {codec!r}")
-            names = (f"floor {floor}", name and f"name {name!r}")
-            inner = _inner(codec)
-            self._agreed = Options(topology, max_staleness, inner, floor, name)
-            return (self._flat.dtype, str(self._flat.shape), repr(topology), *words, *names)
+            told = None if codec is None else f"codec {codec.describe()}"
+            words = (f"max_staleness {max_staleness}", told, f"floor {floor}")
+            shape, title = str(self._flat.shape), name and f"name {name!r}"
+            return (self._flat.dtype, shape, repr(topology), *words, title)
 
         agree(comm, self.kind, what)
         self._user, self._debiased = x, None
-        super().__init__(comm, self._flat, self._agreed)
+        super().__init__(comm, self._flat, Options(topology, max_staleness, codec, floor, name))
 
     def send(self, step: int | None = None) -> None:
         """Give the out-peers of a step their shares.
@@ -249,14 +249,9 @@ def _checked(x: Any, topology: Topology, tau: int | None, floor: float, name: st
     return flat
 
 
-def _inner(codec: Any) -> tuple[Codec, float] | None:
-    """Return the codec and the step of a DifferenceCompression."""
-    if codec is None:
-        return None
-    inner, gamma = getattr(codec, "codec", None), getattr(codec, "gamma", None)
-    if not isinstance(inner, Codec) or gamma is None:
+def _check_codec(codec: object) -> None:
+    if not isinstance(codec, (DifferenceCompression, type(None))):
         raise TypeError(
             "codec must be a DifferenceCompression, such as DifferenceCompression(Quantizer(8)), "
-            f"not {codec!r}: coding x itself, or its error, loses mass"
+            f"not {codec!r}: what goes over the wire must add up to what was given"
         )
-    return inner, gamma
