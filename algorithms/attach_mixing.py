@@ -72,6 +72,7 @@ class Portion:
         """Copy the parameters to a buffer."""
         for (_, p), view in zip(self.named, self._views(flat), strict=True):
             view.copy_(p.detach())
+        self.seen = self.versions()
 
     @torch.no_grad()
     def show(self, flat: Any) -> None:

@@ -17,6 +17,7 @@ from relaxmpi.primitives import (
     Codec,
     Comm,
     DifferenceCompression,
+    Hierarchy,
     Identity,
     OnePeerExponential,
     Topology,
@@ -100,6 +101,11 @@ class OSGP(MixingAlgorithm):
 
         Each in-neighbour's replica of x is then sent to it in full precision.
         """
+        if self.tau and isinstance(comm, Hierarchy) and comm.size > 1:
+            raise ValueError(
+                "on a Hierarchy a push ends when all of the node have its result, so nothing "
+                f"could overlap: use SGP() there, or OSGP(tau={self.tau}) on a flat Comm"
+            )
         if self.tau is not None:
             return BoundOSGP(self, comm, x, lr, name)
         codec = None if self.codec is None else DifferenceCompression(self.codec, self.gamma)
