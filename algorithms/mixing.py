@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from relaxmpi.algorithms.base import Algorithm, Bound, Rule
-from relaxmpi.primitives import MAX, Comm, allreduce, broadcast
+from relaxmpi.primitives import Comm
 from relaxmpi.primitives.devices import device_of
 
-__all__ = ["BoundMixing", "MixingAlgorithm", "check_equal_start", "copy_of", "divide"]
+__all__ = ["BoundMixing", "MixingAlgorithm", "copy_of", "divide"]
 
 
 class MixingAlgorithm(Algorithm):
@@ -73,19 +73,3 @@ def divide(y: Any, w: float, out: Any) -> None:
         out /= w
     else:
         np.divide(flat.data, w, out=device_of(out).flat(out).data)
-
-
-def check_equal_start(comm: Comm, x: Any, name: str) -> None:
-    """Refuse buffers that differ between ranks; collective.
-
-    Raises:
-        ValueError: On every rank.
-    """
-    if comm.size == 1:
-        return
-    theirs = broadcast(comm, copy_of(x), name=f"start of {name}")
-    if allreduce(comm, int(not bool((theirs == x).all())), op=MAX, name=f"equal start of {name}"):
-        raise ValueError(
-            f"x{f' of {name}' * bool(name)} must be equal on all ranks at the start, as each keeps "
-            "replicas of its neighbours': rx.broadcast(comm, x) first"
-        )

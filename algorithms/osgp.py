@@ -17,6 +17,7 @@ from relaxmpi.primitives import (
     Codec,
     Comm,
     DifferenceCompression,
+    Identity,
     OnePeerExponential,
     Topology,
     Work,
@@ -95,15 +96,15 @@ class OSGP(MixingAlgorithm):
             )
 
     def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> BoundOSGP | BoundAsyncOSGP:
-        """See `Algorithm.bind`; collective if tau is None."""
+        """See `Algorithm.bind`; collective if tau is None, and with a codec.
+
+        Each in-neighbour's replica of x is then sent to it in full precision.
+        """
         if self.tau is not None:
             return BoundOSGP(self, comm, x, lr, name)
-        how = self.rule, self.topology, self.send_every, self.biased, self.memory()
+        codec = None if self.codec is None else DifferenceCompression(self.codec, self.gamma)
+        how = self.rule, self.topology, self.send_every, self.biased, codec
         return BoundAsyncOSGP(*how, comm, x, lr, name)
-
-    def memory(self) -> DifferenceCompression | None:
-        """Return a buffer's own memory of what was sent in low precision."""
-        return None if self.codec is None else DifferenceCompression(self.codec, self.gamma)
 
     @property
     def lockstep(self) -> bool:
@@ -157,7 +158,23 @@ class BoundOSGP(BoundMixing):
         self.y = x if spec.biased else copy_of(x)
         self.w = np.ones(1)
         self.flight: deque[tuple[int, Work[Any] | _Arrived]] = deque()
-        self.codec = spec.memory()
+        self.codec = None if spec.codec is None else self._replicas(spec.codec)
+
+    def _replicas(self, codec: Codec) -> DifferenceCompression:
+        """Let both ends of each edge begin with x itself, so that only differences are coded."""
+        memory, graph = DifferenceCompression(Identity(), self.spec.gamma), self.spec.topology
+        for step in range(graph.period(self.comm.size) or 0):
+            push_sum(
+                self.comm,
+                copy_of(self.y),
+                np.ones(1),
+                topology=graph,
+                step=step,
+                codec=memory,
+                name=self.name,
+            )
+        memory.codec = codec
+        return memory
 
     @property
     def stepped(self) -> Any:

@@ -100,7 +100,7 @@ class BoundSlowMo(Bound):
         self.t = 0
 
     @property
-    def lr(self) -> float:  # type: ignore[override]  # an attribute of its own would go stale
+    def lr(self) -> float:  # an attribute of its own would go stale
         """The step length of the inner algorithm."""
         return self.inner.lr
 

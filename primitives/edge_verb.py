@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from relaxmpi.primitives.comm import Comm
-    from relaxmpi.primitives.devices import Device
+    from relaxmpi.primitives.devices import Flat
     from relaxmpi.primitives.edges import Exchange
     from relaxmpi.primitives.work import Flow, Work
 
@@ -30,23 +30,49 @@ T = TypeVar("T")
 class Move:
     """A call of a neighbour verb whose arguments were checked.
 
-    Attributes:
+    Args:
         what: What the two ends of an edge must agree on, besides the step.
-        device: Where the numbers live.
-        post: Posts all messages of a call and returns the flow of the rest.
-        alone: Makes the result on one rank.
+        flat: The caller's numbers.
+        target: Where the result goes, which may be `flat`; in push-sum what is kept.
+        post: Posts all messages for such numbers, with a place for the result, and returns the
+            flow of the rest, whose result is that of push-sum, or nothing.
+        give: Makes the verb's result of the flow's.
+        w: The weight of push-sum.
     """
 
-    __slots__ = ("alone", "device", "post", "what")
+    __slots__ = ("flat", "give", "post", "target", "w", "what")
 
     def __init__(
         self,
         what: tuple[Hashable, ...],
-        device: Device,
-        post: Callable[[Exchange, Route], Flow[Any]],
-        alone: Callable[[], Any],
+        flat: Flat,
+        target: Flat,
+        post: Callable[[Exchange, Route, Flat, Any], Flow[Any]],
+        give: Callable[[Any], Any],
+        w: Any = None,
     ) -> None:
-        self.what, self.device, self.post, self.alone = what, device, post, alone
+        self.what, self.flat, self.target = what, flat, target
+        self.post, self.give, self.w = post, give, w
+
+    def start(self, exchange: Exchange, route: Route) -> Flow[Any]:
+        """Post all messages now; the flow returned ends with the verb's result."""
+        self.flat.device.enter()
+        return self._finish(self.post(exchange, route, self.flat, self.target.data))
+
+    def _finish(self, rest: Flow[Any]) -> Flow[Any]:
+        result = yield from rest
+        self.flat.device.leave()
+        return self.give(result)
+
+    def alone(self) -> Flow[Any]:
+        """Return the flow on one rank, where nothing comes from anybody."""
+        yield from ()
+        flat = self.flat
+        if self.w is not None:
+            return self.give((flat.device.zeros(len(flat.data), flat.dtype), 0.0))
+        if self.target is not flat:
+            flat.device.copy(self.target.data, flat.data)
+        return self.give(None)
 
 
 class EdgePlan:
@@ -92,11 +118,8 @@ class EdgeVerb(Primitive[P, T]):
             yield from comm.agreed(_first_use(comm, plan, checked), nothing())
             _learn(comm, plan)
         move, route = _routed(comm, plan, checked)
-        if comm.size == 1:
-            return cast("T", move.alone())
-        exchange = comm.edges.exchange(Call(move.what), comm.transport(move.device), plan.step)
         try:
-            return cast("T", (yield from move.post(exchange, route)))
+            return cast("T", (yield from comm.meeting(move, route, plan.step)))
         except MismatchError as error:
             error.agreed = False  # ranks without a share in this edge have gone on
             raise
@@ -151,7 +174,7 @@ def _first_use(comm: Comm, plan: EdgePlan, checked: Move | Exception) -> Call:
     refusal = checked if isinstance(checked, Exception) else None
     if refusal is None:
         try:
-            comm.edges.learning = look_at(plan.topology, comm.rank, comm.size, plan.step)
+            comm.edges.learning = look_at(plan.topology, *comm.seat, plan.step)
         except Exception as error:
             refusal = error
     return Call((f"first {plan.verb} over", repr(plan.topology)), refusal)
@@ -172,10 +195,10 @@ def _routed(comm: Comm, plan: EdgePlan, checked: Move | Exception) -> tuple[Move
                 "averages would be biased: use push_sum, whose weight w corrects that"
             )
         if not topology.varies or isinstance(plan.step, int):
-            route = route_of(known[topology], topology, plan.step, comm.rank, comm.size)
+            route = route_of(known[topology], topology, plan.step, *comm.seat)
     if not isinstance(checked, Exception):
         assert route is not None
         return checked, route
     if route is not None and comm.size > 1:
-        comm.edges.skip(route, f"{plan.verb}, refused: {checked}")
+        comm.decline(route, Call((plan.verb,), checked))
     raise checked

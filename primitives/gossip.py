@@ -50,7 +50,7 @@ def neighbor_allreduce(
     goes to it. Sums are made in the order of ranks, the own term in its place.
 
     Args:
-        comm: A Comm.
+        comm: A Comm; or a Hierarchy, whose nodes are then what the topology connects.
         x: Floats or complex numbers of any shape, C-contiguous; the same shape on all ranks.
         out: Same shape and dtype; None averages in place. Until the call is done both belong
             to it.
@@ -84,24 +84,17 @@ def neighbor_allreduce(
         if isinstance(codec, Replicas):
             _claim_static(comm, codec, flat, topology)
 
-        def post(exchange: Exchange, route: Route) -> Flow[Any]:
-            numbers, goal = _priced(comm, flat), target.data
+        def post(exchange: Exchange, route: Route, part: Flat, goal: Any) -> Flow[None]:
+            part = _priced(comm, part)
             if isinstance(codec, DCD):
                 tools = comm.priced(codec.codec), _key(comm, name, step)
-                rest = difference_moves.dcd(exchange, numbers, goal, route, codec, *tools)
-            elif isinstance(codec, DifferenceCompression):
+                return difference_moves.dcd(exchange, part, goal, route, codec, *tools)
+            if isinstance(codec, DifferenceCompression):
                 tools = comm.priced(codec.codec), _key(comm, name, step)
-                rest = difference_moves.choco(exchange, numbers, goal, route, codec, *tools)
-            else:
-                rest = gossip_moves.average(exchange, numbers, goal, route)
-            return _giving(rest, x if out is None else out)
+                return difference_moves.choco(exchange, part, goal, route, codec, *tools)
+            return gossip_moves.average(exchange, part, goal, route)
 
-        def alone() -> Any:
-            if target is not flat:
-                flat.device.copy(target.data, flat.data)
-            return x if out is None else out
-
-        return Move(what, flat.device, post, alone)
+        return Move(what, flat, target, post, lambda _: x if out is None else out)
 
     return EdgePlan("neighbor_allreduce", check, topology, step, doubly=True)
 
@@ -126,7 +119,8 @@ def push_sum(
     over all ranks, with what is under way, never change (to rounding).
 
     Args:
-        comm: A Comm.
+        comm: A Comm; or a Hierarchy, whose nodes are then what the topology connects: x is scaled
+            when its turn has come, w is the same on all ranks of a node.
         x: The biased numerator: floats or complex numbers of any shape, C-contiguous, writable.
         w: Its weight: writable float64 array of one number; 1 at the beginning.
         topology: A Topology; columns sum to 1.
@@ -158,19 +152,17 @@ def push_sum(
         if isinstance(codec, DifferenceCompression):
             codec.claim(f"push_sum of {len(flat.data)} x {flat.dtype}", comm.layout, alone=False)
 
-        def post(exchange: Exchange, route: Route) -> Flow[Any]:
-            numbers = _priced(comm, flat)
+        def post(exchange: Exchange, route: Route, part: Flat, _goal: Any) -> Flow[Any]:
+            part = _priced(comm, part)
             if isinstance(codec, DifferenceCompression):
                 tools = comm.priced(codec.codec), _key(comm, name, step)
-                rest = difference_moves.push(exchange, numbers, weight, route, codec, *tools)
-            else:
-                rest = gossip_moves.push(exchange, numbers, weight, route)
-            return _dressed(rest, flat, x)
+                return difference_moves.push(exchange, part, weight, route, codec, *tools)
+            return gossip_moves.push(exchange, part, weight, route)
 
-        def alone() -> Any:
-            return device.dress(device.zeros(len(flat.data), flat.dtype), x, flat.shape), 0.0
+        def give(arrived: tuple[Any, float]) -> tuple[Any, float]:
+            return device.dress(arrived[0], x, flat.shape), arrived[1]
 
-        return Move(what, device, post, alone)
+        return Move(what, flat, flat, post, give, weight)
 
     return EdgePlan("push_sum", check, topology, step)
 
@@ -185,9 +177,9 @@ def pairwise_average(comm: Comm, x: Any, *, peer: int, name: str = "") -> EdgePl
     calls `wait`, `test` or `progress`, never by the progress thread.
 
     Args:
-        comm: A Comm.
+        comm: A Comm; or a Hierarchy, whose nodes are then what the topology connects.
         x: Floats or complex numbers of any shape, C-contiguous and writable.
-        peer: Another rank; its next call with this rank must name this rank.
+        peer: Another rank (on a Hierarchy: node); its next call with this rank must name this rank.
         name: See `neighbor_allreduce`.
 
     Returns:
@@ -203,19 +195,18 @@ def pairwise_average(comm: Comm, x: Any, *, peer: int, name: str = "") -> EdgePl
         [[0.5, 0.5], [0.5, 0.5]]
     """
     peer = index(peer)
-    if not 0 <= peer < comm.size or peer == comm.rank:
-        raise ValueError(
-            f"peer must be another rank of {comm.size} than {comm.rank}, this one, not {peer}"
-        )
+    me, n = comm.seat
+    if not 0 <= peer < n or peer == me:
+        raise ValueError(f"peer must be another rank of {n} than {me}, this one, not {peer}")
 
     def check() -> Move:
         flat = device_of(x).flat(x)
         what = _told("pairwise_average", flat, None, None, name, ())
 
-        def post(exchange: Exchange, _route: Route) -> Flow[Any]:
-            return _giving(gossip_moves.meet(exchange, _priced(comm, flat), peer), x)
+        def post(exchange: Exchange, route: Route, part: Flat, _goal: Any) -> Flow[None]:
+            return gossip_moves.meet(exchange, _priced(comm, part), *route.out)
 
-        return Move(what, flat.device, post, lambda: x)
+        return Move(what, flat, flat, post, lambda _: x)
 
     return EdgePlan("pairwise_average", check, route=pair_with(peer))
 
@@ -291,13 +282,3 @@ def _place(flat: Flat, out: Any) -> Flat:
     """View `out`; `flat` itself where they are one buffer, and the verb works in place."""
     target = like(flat, out, flat.shape)
     return target if apart(flat.device, target.data, flat.data, target.data) else flat
-
-
-def _giving(rest: Flow[None], result: Any) -> Flow[Any]:
-    yield from rest
-    return result
-
-
-def _dressed(rest: Flow[tuple[Any, float]], flat: Flat, x: Any) -> Flow[tuple[Any, float]]:
-    data, dw = yield from rest
-    return flat.device.dress(data, x, flat.shape), dw

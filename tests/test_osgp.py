@@ -182,6 +182,8 @@ SPECS = [
     rx.OSGP(2, biased=True),
     rx.OSGP(1, rule=rx.SGD(momentum=0.9)),
     rx.SlowMo(rx.OSGP(1), every=3),
+    rx.SGP(codec=rx.Quantizer(bits=8)),
+    rx.OSGP(2, codec=rx.Quantizer(bits=4)),
 ]
 specs = pytest.mark.parametrize("spec", SPECS, ids=str)
 
@@ -235,6 +237,27 @@ def test_law_one_rank_is_plain_descent(comm, spec):
     got = descend(spec.bind(comm, x, lr=0.1), x, Bowl(0).grad, 9)
     want = descend(spec.rule.bind(comm, y, lr=0.1), y, Bowl(0).grad, 9)
     assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("tau", [0, 1, 3])
+@pytest.mark.parametrize("graph", [rx.OnePeerExponential(), rx.Ring()], ids=str)
+def test_law_mass_is_exact_in_low_precision(tau, graph):
+    def run():
+        with rx.Comm.world() as comm:
+            x, grad = np.full(40, 10.0), pulls(comm, size=40)
+            opt = rx.OSGP(tau, graph, codec=rx.Quantizer(bits=4)).bind(comm, x, lr=0.05)
+            means, pull = [opt.mean().mean()], []
+            for _ in range(60):
+                g = grad(x)
+                pull.append(rx.allreduce(comm, float(g.mean()), op=rx.MEAN))
+                opt.step(g)
+                means.append(opt.mean().mean())
+            opt.finish()
+            return means, pull, x
+
+    for means, pull, x in simulate(5, run, delayed=True):
+        np.testing.assert_allclose(np.diff(means), -0.05 * np.array(pull), atol=1e-13)
+        assert np.abs(x - means[-1]).max() < 1.0
 
 
 def test_wrong_settings_are_refused():
