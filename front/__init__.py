@@ -16,11 +16,15 @@ _HOME = {
         "DifferenceCompression DCD Bucket buckets_of "
         "Topology Complete Ring Exponential OnePeerExponential BipartiteExponential ShiftOne "
         "RandomPairs BaseGraph from_matrix from_networkx "
+        "AsyncPushSum AsyncPairwise AsyncStats "
         "SimulatedWorld Network faults "
+        "save load CheckpointError "
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),
     "relaxmpi.algorithms": (
         "Algorithm Bound Rule Local SGD QSGD ByteGrad "
+        "LocalSGD DiLoCo "
+        "OSGP SGP Decentralized Order Choco LowPrecisionDecentralized ADPSGD SlowMo "
         "attach Sync SyncStats NonFinite ddp_hook DDPHook"
     ).split(),
 }

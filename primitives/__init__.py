@@ -1,6 +1,11 @@
 """The low-level layer: how ranks talk."""
 
+from relaxmpi.primitives.async_pairwise import AsyncPairwise
+from relaxmpi.primitives.async_push_sum import AsyncPushSum
+from relaxmpi.primitives.async_stats import AsyncStats
 from relaxmpi.primitives.bucket import Bucket, buckets_of
+from relaxmpi.primitives.checkpoint.load import load
+from relaxmpi.primitives.checkpoint.save import save
 from relaxmpi.primitives.codecs import (
     Cast,
     Codec,
@@ -17,6 +22,7 @@ from relaxmpi.primitives.devices import register
 from relaxmpi.primitives.difference import DCD, DifferenceCompression
 from relaxmpi.primitives.errors import (
     BrokenComm,
+    CheckpointError,
     Deadlock,
     MismatchError,
     NonFiniteError,
@@ -32,7 +38,8 @@ from relaxmpi.primitives.primitive import primitive
 from relaxmpi.primitives.simulation import faults
 from relaxmpi.primitives.simulation.network import Network
 from relaxmpi.primitives.simulation.simulated import SimulatedWorld
-from relaxmpi.primitives.topologies import (
+from relaxmpi.primitives.topology import (
+    BaseGraph,
     BipartiteExponential,
     Complete,
     Exponential,
@@ -40,10 +47,10 @@ from relaxmpi.primitives.topologies import (
     RandomPairs,
     Ring,
     ShiftOne,
+    Topology,
+    from_matrix,
+    from_networkx,
 )
-from relaxmpi.primitives.topology import Topology
-from relaxmpi.primitives.topology_base_graph import BaseGraph
-from relaxmpi.primitives.topology_matrix import from_matrix, from_networkx
 from relaxmpi.primitives.verbs import (
     allgather,
     allreduce,
@@ -60,11 +67,15 @@ __all__ = [
     "MEAN",
     "MIN",
     "SUM",
+    "AsyncPairwise",
+    "AsyncPushSum",
+    "AsyncStats",
     "BaseGraph",
     "BipartiteExponential",
     "BrokenComm",
     "Bucket",
     "Cast",
+    "CheckpointError",
     "Codec",
     "Comm",
     "Complete",
@@ -102,12 +113,14 @@ __all__ = [
     "faults",
     "from_matrix",
     "from_networkx",
+    "load",
     "neighbor_allreduce",
     "pairwise_average",
     "primitive",
     "push_sum",
     "reduce_scatter",
     "register",
+    "save",
 ]
 
 register(Cpu())
