@@ -61,6 +61,26 @@ def test_a_varying_topology_has_a_replica_an_edge():
     assert max(abs(x / w - total / 5).max() for _, x, w, _ in ends) < 1e-3
 
 
+def test_ranks_that_agree_go_on_agreeing():
+    """Replicas begin as what z is, and follow z, whatever the weights do: no error to code."""
+
+    def program():
+        with rx.Comm.world() as comm:
+            x = np.random.default_rng(1).standard_normal(40)
+            z = x.copy()
+            memory = rx.DifferenceCompression(rx.Quantizer(bits=2))
+            mix = rx.AsyncPushSum(comm, x, rx.Ring(), codec=memory)
+            for _ in range(50):
+                comm.compute(1e-3)
+                mix.send()
+                mix.fold()
+                assert abs(mix.debiased - z).max() < 1e-13
+            mix.close()
+            return mix.w
+
+    assert set(rx.SimulatedWorld(3, jitter=2.0).run(program)) != {1.0}
+
+
 def test_bytes_are_those_of_the_codec():
     def program():
         with rx.Comm.world() as comm:
