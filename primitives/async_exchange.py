@@ -97,6 +97,7 @@ class PushSumEdges(Endpoint):
         sums = options.codec is None and not self._box.reliable
         self._carrier: Carrier = Sums(self._x) if sums else lossless
         if options.codec is not None and self._box.reliable:
+            self._open = False  # messages of a peer may be here before its replica is
             self._collective("replicas", self._replicas(flat.device))
 
     def _replicas(self, device: Device) -> Flow[None]:
@@ -109,6 +110,7 @@ class PushSumEdges(Endpoint):
             out.phi = self._x.copy()
             moving.append(transport.isend(out.phi, peer))
         yield Every(moving)
+        self._open = True
 
     # --------------------------------------------------------------------------- giving
 

@@ -37,7 +37,8 @@ def test_mass_is_exact_whatever_the_codec_and_the_network_do(codec, faulty):
         with rx.Comm.world(timeout=1000) as comm:
             return averaging(comm, codec, rx.Ring(), 100, kept)
 
-    ends = rx.SimulatedWorld(4, faults=faulty, jitter=0.3, seed=5).run(program)
+    slow = faults.SlowDown(2, factor=4.0)
+    ends = rx.SimulatedWorld(4, faults=[*faulty, slow], jitter=0.3, seed=5).run(program)
     total = sum(begin for begin, *_ in ends)
     assert abs(sum(x for _, x, *_ in ends) - total).max() < 1e-11
     assert abs(sum(w for *_, w, _ in ends) - 4) < 1e-12
@@ -48,6 +49,20 @@ def test_mass_is_exact_whatever_the_codec_and_the_network_do(codec, faulty):
     spread = max(abs(x / w - total / 4).max() for _, x, w, _ in ends)
     first = max(abs(begin - total / 4).max() for begin, *_ in ends)
     assert spread < 0.2 * first
+
+
+def test_messages_that_are_here_before_the_replicas_are_wait():
+    """Another lane carries the replicas; a slow one must not be overtaken."""
+
+    def program():
+        with rx.Comm.world() as comm:
+            return averaging(comm, rx.Quantizer(bits=4), rx.Ring(), 20, tau=None, dtype=np.float32)
+
+    late = [faults.Delay(nth=0, source=0, dest=1, seconds=8e-3), faults.Delay(0.3, seconds=3e-3)]
+    for seed in range(5):
+        ends = rx.SimulatedWorld(4, faults=late, seed=seed).run(program)
+        total = sum(begin for begin, *_ in ends)
+        assert abs(sum(x for _, x, *_ in ends) - total).max() < 1e-5
 
 
 def test_a_varying_topology_has_a_replica_an_edge():
