@@ -1,4 +1,4 @@
-"""AsyncPushSum in worlds drawn at random: every combination must end, with all mass and in bounds."""
+"""AsyncPushSum in worlds drawn at random: all must end, with all mass and within bounds."""
 
 import contextlib
 
@@ -75,7 +75,7 @@ def test_all_mass_is_there_at_the_end(seed):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_on_real_ranks(comm):
-    for seed in range(6):
+    for seed in range(4):
         begin, x, w = averaged(comm, seed, *options(seed))
         total = rx.allreduce(comm, np.append(begin - x, w - 1))
         assert abs(total).max() < 1e-12, options(seed)
