@@ -80,7 +80,8 @@ def test_mass_is_kept_at_every_tick_and_the_true_mean_is_found(faulty, seed):
         mix.close()
         return x, mix.w
 
-    world = rx.SimulatedWorld(5, faults=WORLDS[faulty], seed=seed)
+    uneven = [faults.Pause(1, at=100.5, seconds=50.0), faults.SlowDown(2, factor=1.5)]
+    world = rx.SimulatedWorld(5, faults=[*WORLDS[faulty], *uneven], seed=seed)
     ends = gathered(5, world, program)
     assert max(seen) < 1e-11, world
     assert abs(sum(x for x, _ in ends) - 10).max() < 1e-11
