@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -63,13 +63,13 @@ class Engine(ABC):
         """Say what the user did that makes a step wrong; empty if nothing."""
         return self.watch.objection()
 
-    @abstractmethod
     def averaged(self) -> AbstractContextManager[None]:
         """See `Sync.averaged`."""
+        return nullcontext()
 
-    @abstractmethod
     def spread(self) -> float:
         """See `Sync.spread`."""
+        return 0.0
 
     @abstractmethod
     def quiesce(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import cycle
 from typing import Any
 from zlib import crc32
@@ -256,15 +254,6 @@ class Exchange(Engine):
 
     def after_step(self) -> None:
         """Nothing: parameters are equal."""
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Nothing: parameters are equal."""
-        yield
-
-    def spread(self) -> float:
-        """None: parameters are equal."""
-        return 0.0
 
     def close_window(self) -> None:
         """End a window in which everything was exchanged."""

@@ -27,11 +27,11 @@ class Carrier(Protocol):
     nbytes: int
     replaces: bool
 
-    def give(self, edge: OutEdge, x: Any, p: float, payload: Any) -> float:
-        """Put the share p of `x` on an edge; return the part of the weight that goes with it."""
+    def give(self, edge: OutEdge, x: Any, p: float, payload: Any, keep: float | None) -> float:
+        """Put the share p of `x` on an edge; return the part of the weight that goes with it.
 
-    def keep(self, x: Any, part: float) -> None:
-        """Leave to `x` the part that was not given."""
+        With the last one of a step, `keep` is the part of `x` that is left.
+        """
 
     def again(self, edge: OutEdge, payload: Any) -> None:
         """Fill the payload of the edge's newest message once more."""
@@ -57,14 +57,14 @@ class Shares:
     def __init__(self, device: Device, x: Any) -> None:
         self._device, self._dtype, self.nbytes = device, x.dtype, x.nbytes
 
-    def give(self, edge: OutEdge, x: Any, p: float, payload: Any) -> float:
+    def give(self, edge: OutEdge, x: Any, p: float, payload: Any, keep: float | None) -> float:
         """See `Carrier`."""
-        np.multiply(x, self._dtype.type(p), out=payload.view(self._dtype))
+        kernels, numbers = self._device.kernels, payload.view(self._dtype)
+        if keep is None:
+            kernels.scaled(x, p, numbers)
+        else:
+            kernels.share(x, keep, p, numbers)
         return p
-
-    def keep(self, x: Any, part: float) -> None:
-        """See `Carrier`."""
-        x *= self._dtype.type(part)
 
     def again(self, edge: OutEdge, payload: Any) -> None:
         """Nothing is ever sent again."""
@@ -97,17 +97,15 @@ class Sums:
     def __init__(self, x: Any) -> None:
         self._count, self._dtype, self.nbytes = len(x), x.dtype, 8 * len(x)
 
-    def give(self, edge: OutEdge, x: Any, p: float, payload: Any) -> float:
+    def give(self, edge: OutEdge, x: Any, p: float, payload: Any, keep: float | None) -> float:
         """See `Carrier`."""
         if edge.phi is None:
             edge.phi = np.zeros(self._count)
         edge.phi += x * self._dtype.type(p)
+        if keep is not None:
+            x *= self._dtype.type(keep)
         self.again(edge, payload)
         return p
-
-    def keep(self, x: Any, part: float) -> None:
-        """See `Carrier`."""
-        x *= self._dtype.type(part)
 
     def again(self, edge: OutEdge, payload: Any) -> None:
         """See `Carrier`."""
@@ -141,35 +139,32 @@ class Differences:
 
     q = C(x - h), h += q at both ends, and what is given is gamma p h: the sender takes away the
     very number that the receiver adds, so the mass is exact whatever the codec does, and C never
-    sees x itself, only how far the replica lags behind (the replicas are those of CHOCO-SGD,
-    Koloskova, Stich and Jaggi 2019). Every message is needed, in order.
+    sees x itself, only how far the replica lags behind (as in CHOCO-SGD, Koloskova, Stich and
+    Jaggi 2019). Every message is needed, in order.
     """
 
     form, replaces = 3, False
 
-    def __init__(self, x: Any, codec: Codec, gamma: float, key: Key) -> None:
-        self._codec, self._gamma, self._key = codec, gamma, key
+    def __init__(self, device: Device, x: Any, codec: Codec, gamma: float, key: Key) -> None:
+        self._kernels, self._codec, self._gamma, self._key = device.kernels, codec, gamma, key
         self._count, self._dtype = len(x), x.dtype
         self.nbytes = codec.nbytes(len(x), x.dtype)
-        self._scratch = np.empty_like(x)
+        self._change = np.empty_like(x)
 
-    def give(self, edge: OutEdge, x: Any, p: float, payload: Any) -> float:
+    def give(self, edge: OutEdge, x: Any, p: float, payload: Any, keep: float | None) -> float:
         """See `Carrier`."""
         if edge.phi is None:
             edge.phi = np.zeros(self._count, self._dtype)
-        part = self._gamma * p
-        np.subtract(x, edge.phi, out=self._scratch)
+        self._kernels.subtract(x, edge.phi, self._change)
         key = self._key._replace(step=edge.step, site=edge.peer % 256)
-        self._codec.encode(self._scratch, payload, key=key)
-        self._codec.decode_add(payload, edge.phi)
-        x -= self._part(edge.phi, part)
-        return part
+        self._codec.encode(self._change, payload, key=key)
+        self._follow(edge.phi, payload)
+        self._kernels.mix(x, edge.phi, -self._gamma * p, x)
+        return self._gamma * p
 
-    def _part(self, replica: Any, part: float) -> Any:
-        return np.multiply(replica, self._dtype.type(part), out=self._scratch)
-
-    def keep(self, x: Any, part: float) -> None:
-        """What was given is taken away already."""
+    def _follow(self, replica: Any, payload: Any) -> None:
+        self._codec.decode(payload, self._change)
+        self._kernels.follow(replica, self._change)
 
     def again(self, edge: OutEdge, payload: Any) -> None:
         """The message itself is sent again."""
@@ -179,8 +174,8 @@ class Differences:
         """See `Carrier`."""
         if edge.rho is None:
             edge.rho = np.zeros(self._count, self._dtype)
-        self._codec.decode_add(payload, edge.rho)
-        into += self._part(edge.rho, self._gamma * p)
+        self._follow(edge.rho, payload)
+        self._kernels.mix(into, edge.rho, self._gamma * p, into)
 
     def level(self, edge: OutEdge | InEdge) -> None:
         """The replicas at both ends are equal, and stay."""

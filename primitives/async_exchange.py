@@ -25,8 +25,9 @@ from relaxmpi.primitives.async_edges import (
     neighbours,
 )
 from relaxmpi.primitives.async_stats import AsyncStats
-from relaxmpi.primitives.codecs import Codec, Key
+from relaxmpi.primitives.codecs import Key
 from relaxmpi.primitives.devices import Flat
+from relaxmpi.primitives.difference import DifferenceCompression
 from relaxmpi.primitives.endpoint import Endpoint
 from relaxmpi.primitives.errors import MismatchError
 from relaxmpi.primitives.topology import Topology
@@ -44,13 +45,15 @@ _UNSURE = 8  # the same, where each message may be lost and replaces those befor
 # many times what acknowledgements took so far, doubled each time.
 _AGAIN, _SOONEST, _LATEST = 4.0, 1e-3, 1.0
 
+_Plan = tuple[dict[int, float], list[int], float]
+
 
 class Options(NamedTuple):
     """What all ranks have agreed on, besides the format of x."""
 
     topology: Topology
     max_staleness: int | None
-    codec: tuple[Codec, float] | None
+    codec: DifferenceCompression | None
     floor: float
     name: str
 
@@ -63,7 +66,11 @@ class PushSumEdges(Endpoint):
     def __init__(self, comm: Comm, flat: Flat, options: Options) -> None:
         self._x, self._options = flat.data, options
         self._topology, self._tau = options.topology, options.max_staleness
-        self._hash = crc32(repr((flat.dtype, *options)).encode())
+        told = None if options.codec is None else options.codec.describe()
+        agreed = (flat.dtype, options.topology, options.max_staleness, told, options.name)
+        self._hash = crc32(repr(agreed).encode())
+        self._period = options.topology.period(comm.size)
+        self._plans: dict[int, _Plan] = {}
         sources, dests = neighbours(options.topology, comm.rank, comm.size)
         self._in = {r: InEdge() for r in sources}
         self._out = {r: OutEdge(r) for r in dests}
@@ -83,9 +90,9 @@ class PushSumEdges(Endpoint):
         if options.codec is None:
             lossless = Shares(device, self._x)
         else:
-            codec, gamma = options.codec
+            codec, gamma = comm.priced(options.codec.codec), options.codec.gamma
             key = Key(name=options.name, rank=comm.rank)
-            lossless = Differences(self._x, comm.priced(codec), gamma, key)
+            lossless = Differences(device, self._x, codec, gamma, key)
         super().__init__(comm, options.name, HEADER + lossless.nbytes, (sources, dests), _RING)
         sums = options.codec is None and not self._box.reliable
         self._carrier: Carrier = Sums(self._x) if sums else lossless
@@ -94,21 +101,19 @@ class PushSumEdges(Endpoint):
 
     def _sending(self, step: int) -> Flow[None]:
         self._look()
-        rank, n = self.comm.rank, self.comm.size
-        out = self._topology.out(rank, n, step)
+        out, into, alone = self._plan(step)
         given = self._allowed(out)
         if given:
             self._news = False
-            w = self._w
+            w, last = self._w, next(reversed(given))
+            rest = alone if len(given) == len(out) else 1 - fsum(given.values())
             for peer, p in given.items():
-                self._w -= self._give(self._out[peer], p, w, step)
-            whole = len(given) == len(out)
-            rest = self._topology.self_weight(rank, n, step) if whole else 1 - fsum(given.values())
-            self._carrier.keep(self._x, rest)
+                keep = rest if peer == last else None
+                self._w -= self._give(self._out[peer], p, keep, w, step)
         if self._tau is not None:
             for peer in out.keys() - given.keys():
                 self._note(peer, STEP, self._out[peer].sent, step)
-        for peer in self._topology.into(rank, n, step):
+        for peer in into:
             edge = self._in[peer]
             if edge.missing is None and edge.heard < step:
                 edge.missing = self._calls
@@ -116,6 +121,18 @@ class PushSumEdges(Endpoint):
         self.step = step + 1
         return
         yield
+
+    def _plan(self, step: int) -> _Plan:
+        """Return the shares of a step, who gives here, and what is kept if all are given."""
+        when = step % self._period if self._period else step
+        plan = self._plans.get(when)
+        if plan is None:
+            where = self.comm.rank, self.comm.size, when
+            topology = self._topology
+            plan = topology.out(*where), list(topology.into(*where)), topology.self_weight(*where)
+            if self._period:
+                self._plans[when] = plan
+        return plan
 
     def _allowed(self, out: dict[int, float]) -> dict[int, float]:
         """Return the shares that can be given now."""
@@ -138,11 +155,11 @@ class PushSumEdges(Endpoint):
             self._spare.append(edge.flying.popleft().message)  # lost, most likely
         return len(edge.flying) < _UNSURE
 
-    def _give(self, edge: OutEdge, p: float, w: float, step: int) -> float:
+    def _give(self, edge: OutEdge, p: float, keep: float | None, w: float, step: int) -> float:
         """Send the share p of x and w; return the weight that has gone."""
         message = self._message()
         edge.step, edge.patience = step, self._again
-        given = self._carrier.give(edge, self._x, p, message[HEADER:]) * w
+        given = self._carrier.give(edge, self._x, p, message[HEADER:], keep) * w
         edge.given += given
         edge.sent += 1
         self._post(edge, message, p, given)

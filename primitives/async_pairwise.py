@@ -10,8 +10,7 @@ from zlib import crc32
 import numpy as np
 
 from relaxmpi.primitives.async_edges import HEADER, Header
-from relaxmpi.primitives.devices import Flat, device_of
-from relaxmpi.primitives.endpoint import Endpoint, agree
+from relaxmpi.primitives.endpoint import Endpoint, agree, numbers_of
 from relaxmpi.primitives.errors import MismatchError
 from relaxmpi.primitives.transport import Request
 from relaxmpi.primitives.work import Flow
@@ -33,13 +32,15 @@ class _Sent(NamedTuple):
 
 
 class AsyncPairwise(Endpoint):
-    """Averaging of two ranks at a time, the communication of AD-PSGD (Lian et al. 2018).
+    """Averaging of two ranks at a time, at their own pace.
 
-    Even ranks ask, odd ranks answer. `ask(peer)` sends a snapshot s_i; whenever j next looks, in
-    `serve()`, it takes a snapshot s_j, sends it and adds (s_i - s_j) / 2 to its x; the asker adds
-    (s_j - s_i) / 2 in `fold()`. So x_i + x_j stays what it was, to rounding, whatever gradient
-    steps were made in between. Askers wait for answers and nobody waits for askers, so there are
-    no cycles; with an odd number of ranks one more asks than answers.
+    This is the communication of AD-PSGD (Lian, Zhang, Zhang and Liu 2018). Even ranks ask, odd
+    ranks answer. `ask(peer)` sends a snapshot s_i; whenever j next looks, in `serve()`, it takes
+    a snapshot s_j, sends it and adds (s_i - s_j) / 2 to its x; the asker adds (s_j - s_i) / 2 in
+    `fold()`. So x_i + x_j stays what it was, to rounding, whatever gradient steps were made in
+    between. Askers wait for answers and nobody waits for askers, so there are no cycles; with an
+    odd number of ranks one more asks than answers. Memory: a message for each rank of the other
+    side, and two more.
 
     Args:
         comm: A Comm. Making and closing are collective calls on its stream.
@@ -77,7 +78,7 @@ class AsyncPairwise(Endpoint):
 
     def __init__(self, comm: Comm, x: Any, *, name: str = "") -> None:
         def what() -> tuple[Hashable, ...]:
-            self._flat = _checked(x, name)
+            self._flat = numbers_of(x, name)
             return (self._flat.dtype, str(self._flat.shape), name and f"name {name!r}")
 
         agree(comm, self.kind, what)
@@ -254,9 +255,7 @@ class AsyncPairwise(Endpoint):
 
     def _move(self, theirs: Any, mine: Any) -> None:
         """Go half the way from one snapshot to the other: x += (theirs - mine) / 2."""
-        theirs -= mine
-        theirs *= 0.5
-        self._x += theirs
+        self._flat.device.kernels.meet(self._x, mine, theirs)
         self.exchanges += 1
 
     def _missing(self) -> dict[int, str]:
@@ -268,14 +267,3 @@ class AsyncPairwise(Endpoint):
     def _say_broken(self) -> None:
         for peer in self.peers:
             self._tell(peer, _GAVE_UP)
-
-
-def _checked(x: Any, name: str) -> Flat:
-    flat = device_of(x).flat(x)
-    if flat.device.name != "cpu" or flat.dtype not in ("float32", "float64"):
-        raise TypeError(
-            f"x must be float32 or float64 in host memory, not {flat.dtype} on {flat.device.name}"
-        )
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a string, not {type(name).__name__}")
-    return flat

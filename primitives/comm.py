@@ -327,7 +327,9 @@ class Comm:
         """This rank and the number of ranks, as topologies count them."""
         return self.rank, self.size
 
-    def exchange(self, move: Move, route: Route, step: int | None) -> Work[Any]:
+    def exchange(
+        self, move: Move, route: Route, step: int | None, *, held: bool = False
+    ) -> Work[Any]:
         """Post the messages of a neighbour verb; the work is done when its own have come."""
         call, recorder, edges = Call(move.what), self._world.recorder, self.edges
         if self.mark:
@@ -338,6 +340,7 @@ class Comm:
             span = recorder.call(self, call.what)
         self._world.called()
         exchange = edges.exchange(call, self.transport(move.flat.device), step)
+        exchange.held = held
         flow = move.alone() if self.size == 1 else move.start(exchange, route)
         if recorder is not None and span is not None:
             flow = recorder.until_done(span, self, flow)
@@ -357,7 +360,7 @@ class Comm:
         """Tell the neighbours of a call that this rank refuses."""
         self.edges.skip(route, str(call))
 
-    def usable(self, call: Call) -> None:
+    def usable(self, call: object) -> None:
         """Refuse a call where none can be made.
 
         Raises:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 from relaxmpi.primitives.agreement import nothing
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.errors import MismatchError
-from relaxmpi.primitives.primitive import Primitive
-from relaxmpi.primitives.routes import Route, checked_step, look_at, route_of
+from relaxmpi.primitives.primitive import Primitive, door_of
+from relaxmpi.primitives.routes import Route, checked_step, look_at, route_at
 from relaxmpi.primitives.topology import Topology
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.work import Flow, Work
 
 __all__ = ["EdgePlan", "EdgeVerb", "Move", "agree_on"]
+
+_NOWHERE = Route({}, {}, 1.0)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -124,15 +126,22 @@ class EdgeVerb(Primitive[P, T]):
             error.agreed = False  # ranks without a share in this edge have gone on
             raise
 
+    def __call__(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Block until done and return the result."""
+        with door_of(comm, self.__name__):
+            return self._begin(self._plan(comm, *args, **kwargs), comm, held=True).wait()
+
     def _submit(self, comm: Comm, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        plan = self._plan(comm, *args, **kwargs)
-        comm.usable(Call((plan.verb,)))
+        return self._begin(self._plan(comm, *args, **kwargs), comm, held=False)
+
+    def _begin(self, plan: EdgePlan, comm: Comm, *, held: bool) -> Work[T]:
+        comm.usable(plan.verb)
         checked = _checked(plan)
         if _is_new(comm, plan.topology):
             comm.submit(_first_use(comm, plan, checked), nothing()).wait()
             _learn(comm, plan)
         move, route = _routed(comm, plan, checked)
-        return comm.exchange(move, route, plan.step)
+        return comm.exchange(move, route, plan.step, held=held)
 
 
 def agree_on(comm: Comm, topology: Topology, step: int | None = None) -> None:
@@ -186,19 +195,23 @@ def _learn(comm: Comm, plan: EdgePlan) -> None:
 
 def _routed(comm: Comm, plan: EdgePlan, checked: Move | Exception) -> tuple[Move, Route]:
     """Return where a call goes; if it is refused, tell the neighbours and raise why."""
-    topology, known = plan.topology, comm.edges.known
-    route = Route({}, {}, 1.0) if comm.size == 1 else plan.route
-    if route is None and isinstance(topology, Topology) and topology in known:
-        if plan.doubly and not known[topology].doubly and not isinstance(checked, Exception):
+    topology, route = plan.topology, plan.route
+    if comm.size == 1:
+        route = _NOWHERE
+    known = comm.edges.known.get(topology) if route is None else None
+    if known is not None:
+        if plan.doubly and not known.doubly and not isinstance(checked, Exception):
             checked = ValueError(
                 f"{topology!r} gives some rank more or less than it takes from it, so that "
                 "averages would be biased: use push_sum, whose weight w corrects that"
             )
-        if not topology.varies or isinstance(plan.step, int):
-            route = route_of(known[topology], topology, plan.step, *comm.seat)
-    if not isinstance(checked, Exception):
-        assert route is not None
-        return checked, route
-    if route is not None and comm.size > 1:
-        comm.decline(route, Call((plan.verb,), checked))
-    raise checked
+        if known.route is not None:
+            route = known.route
+        elif isinstance(plan.step, int):
+            route = route_at(topology, *comm.seat, plan.step)
+    if isinstance(checked, Exception):
+        if route is not None and comm.size > 1:
+            comm.decline(route, Call((plan.verb,), checked))
+        raise checked
+    assert route is not None
+    return checked, route

@@ -85,6 +85,7 @@ class Exchange:
     Attributes:
         waiting: The number of the message that has not arrived, for each rank that owes one.
         sent: The number of the message sent to each rank.
+        held: Whether the caller waits, so that its numbers can be sent from where they lie.
     """
 
     def __init__(self, edges: Edges, call: Call, transport: Transport, step: int | None) -> None:
@@ -95,6 +96,7 @@ class Exchange:
         self.buffers: Buffers = edges.buffers
         self.waiting: dict[int, int] = {}
         self.sent: dict[int, int] = {}
+        self.held = False
         self._arriving: dict[int, tuple[Any, Request, Request | None, int, int]] = {}
         self._leaving: list[Request] = []
 

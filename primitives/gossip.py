@@ -12,6 +12,7 @@ rank that passed them, at once, and MismatchError on its neighbours.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -226,9 +227,22 @@ def _told(
         raise TypeError(f"name must be a string, not {type(name).__name__}")
     if codec is not None and not isinstance(codec, Identity):
         _check_memory(verb, codec, flat.dtype, memories)
-    told = None if codec is None else f"codec {codec.describe()}"
+    told = None if codec is None else codec.describe()
+    return _words(verb, flat.dtype, flat.shape, topology, told, name)
+
+
+@lru_cache(maxsize=1024)
+def _words(
+    verb: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    topology: Topology | None,
+    codec: str | None,
+    name: str,
+) -> tuple[Any, ...]:
     where = None if topology is None else f"over {topology!r}"
-    return (verb, flat.dtype, str(flat.shape), where, told, name and f"name {name!r}")
+    told = None if codec is None else f"codec {codec}"
+    return (verb, dtype, str(shape), where, told, name and f"name {name!r}")
 
 
 def _check_memory(verb: str, codec: Any, dtype: str, memories: tuple[type[Replicas], ...]) -> None:
@@ -265,7 +279,8 @@ def _key(comm: Comm, name: str, step: int | None) -> Key:
 
 
 def _priced(comm: Comm, flat: Flat) -> Flat:
-    return flat._replace(device=comm.priced(flat.device))
+    device = comm.priced(flat.device)
+    return flat if device is flat.device else flat._replace(device=device)
 
 
 def _weight(w: Any) -> Any:

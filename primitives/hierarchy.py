@@ -80,7 +80,9 @@ class Hierarchy(Comm):
         numbers = sorted(set(self.nodes))
         return numbers.index(self.nodes[self.rank]), len(numbers)
 
-    def exchange(self, move: Move, route: Route, step: int | None) -> Work[Any]:
+    def exchange(
+        self, move: Move, route: Route, step: int | None, *, held: bool = False
+    ) -> Work[Any]:
         """Start a neighbour verb between nodes, in the order of this Hierarchy."""
         patience = NodePatience(self.local._notices)
         flow = self._meeting(move, route, step, patience)
