@@ -13,19 +13,30 @@ if TYPE_CHECKING:
     from relaxmpi.algorithms.attach_sync import Sync
     from relaxmpi.algorithms.attach_torch import attach
     from relaxmpi.algorithms.base import Algorithm, Bound, Local, Rule
+    from relaxmpi.algorithms.choco import Choco, LowPrecisionDecentralized
+    from relaxmpi.algorithms.decentralized import Decentralized, Order
+    from relaxmpi.algorithms.osgp import OSGP, SGP
     from relaxmpi.algorithms.qsgd import QSGD, ByteGrad
     from relaxmpi.algorithms.sgd import SGD
+    from relaxmpi.algorithms.slowmo import SlowMo
 
 __all__ = [
+    "OSGP",
     "QSGD",
     "SGD",
+    "SGP",
     "Algorithm",
     "Bound",
     "ByteGrad",
+    "Choco",
     "DDPHook",
+    "Decentralized",
     "Local",
+    "LowPrecisionDecentralized",
     "NonFinite",
+    "Order",
     "Rule",
+    "SlowMo",
     "Sync",
     "SyncStats",
     "attach",
@@ -36,11 +47,18 @@ _HOME = {
     "Algorithm": "base",
     "Bound": "base",
     "ByteGrad": "qsgd",
+    "Choco": "choco",
     "DDPHook": "attach_ddp",
+    "Decentralized": "decentralized",
     "Local": "base",
+    "LowPrecisionDecentralized": "choco",
+    "OSGP": "osgp",
+    "Order": "decentralized",
     "QSGD": "qsgd",
     "Rule": "base",
     "SGD": "sgd",
+    "SGP": "osgp",
+    "SlowMo": "slowmo",
     "NonFinite": "attach_flags",
     "Sync": "attach_sync",
     "SyncStats": "attach_stats",

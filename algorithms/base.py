@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from relaxmpi.primitives.comm import Comm
-from relaxmpi.primitives.work import Work
+from relaxmpi.primitives import MEAN, Comm, Work, allreduce
+from relaxmpi.primitives.devices import device_of
 
 __all__ = ["Algorithm", "Bound", "Local", "Rule"]
 
@@ -48,23 +48,40 @@ class Bound:
     what the next gradient is to be computed at.
 
     Attributes:
+        comm: Whom it communicates with.
+        x: The parameters.
         lr: The step length, to be changed at will between steps.
     """
 
+    comm: Comm
+    x: Any
     lr: float
 
     def on_grads(self, g: Any) -> Work[Any] | None:
         """What happens as soon as the gradient is there; `g` belongs to the Work until it ends."""
         return None
 
-    def before_step(self) -> None:
-        """What happens to x before the local rule, such as mixing it with those of neighbours."""
+    def before_step(self) -> bool | None:
+        """What happens before the local rule, such as mixing x with those of neighbours.
+
+        Returns:
+            Whether x was changed.
+        """
 
     def on_step(self, g: Any) -> None:
         """The local rule: move x by the gradient that `on_grads` left in `g`."""
 
-    def on_params(self) -> None:
-        """What happens after the local rule: afterwards x is where the next gradient is taken."""
+    def on_params(self) -> bool | None:
+        """What happens after the local rule: afterwards x is where the next gradient is taken.
+
+        Returns:
+            False where x was left alone, so that nobody need copy it.
+        """
+
+    @property
+    def stepped(self) -> Any:
+        """What the local rule moves: x, unless the gradient is taken at another place."""
+        return self.x
 
     def step(self, g: Any) -> None:
         """Take one step with this rank's gradient, in whose place the exchanged one is left."""
@@ -74,6 +91,18 @@ class Bound:
         self.before_step()
         self.on_step(g)
         self.on_params()
+
+    def mean(self) -> Any:
+        """Return the mean model of all ranks, which is the same everywhere; collective."""
+        out = device_of(self.x).like(self.x, tuple(self.x.shape))
+        return allreduce(self.comm, self.x, out, op=MEAN, name="mean model")
+
+    def finish(self) -> None:
+        """Fold in what is still on its way, so that no model misses a part; collective."""
+
+    def replace(self, x: Any) -> None:
+        """Go on from another model, without losing what is on its way."""
+        self.x[...] = x
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of what this rank must save, besides the parameters, to resume exactly."""
@@ -101,8 +130,9 @@ class Algorithm(ABC):
 
         Args:
             comm: Whom to communicate with.
-            x: The parameters, changed in place; numpy array or torch tensor. None leaves them and
-                the local rule to somebody else (`attach`: an optimizer), who never calls `on_step`.
+            x: The parameters, changed in place; numpy array or torch tensor. `attach`, where an
+                optimizer is the local rule and nobody calls `on_step`, passes None if `mixes` is
+                false, and otherwise a buffer that it copies parameters to and from.
             lr: Step length.
             name: Which buffer this is: the ranks agree on it, and random numbers depend on it.
         """
@@ -111,3 +141,18 @@ class Algorithm(ABC):
     def own_rule(self) -> str:
         """The settings of the local rule that differ from plain descent, in words."""
         return ""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether parameters are exchanged, after each local step, instead of gradients."""
+        return False
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all ranks must take the same number of steps."""
+        return True
+
+    @property
+    def acts_alone(self) -> bool:
+        """Whether it moves parameters beside the local rule, even those of a single rank."""
+        return False

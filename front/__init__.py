@@ -19,6 +19,7 @@ _HOME = {
     ).split(),
     "relaxmpi.algorithms": (
         "Algorithm Bound Rule Local SGD QSGD ByteGrad "
+        "OSGP SGP Decentralized Order Choco LowPrecisionDecentralized SlowMo "
         "attach Sync SyncStats NonFinite ddp_hook DDPHook"
     ).split(),
 }

@@ -1,0 +1,158 @@
+"""Decentralised SGD in low precision: neighbours exchange compressed differences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from relaxmpi.algorithms.base import Rule
+from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, check_equal_start
+from relaxmpi.algorithms.sgd import SGD
+from relaxmpi.primitives import (
+    DCD,
+    Codec,
+    Comm,
+    DifferenceCompression,
+    MinMaxUInt8,
+    Quantizer,
+    Ring,
+    Topology,
+    neighbor_allreduce,
+)
+
+__all__ = ["Choco", "LowPrecisionDecentralized"]
+
+
+@dataclass(frozen=True)
+class Choco(MixingAlgorithm):
+    """CHOCO-SGD (Koloskova, Stich, Jaggi 2019, arXiv 1902.00340).
+
+    Each rank keeps x_i and a replica h_j of what it knows of itself and of each neighbour:
+
+        x_i <- x_i - lr u(grad f_i(x_i))                    u: the local rule
+        q_i = Q(x_i - h_i), sent to all neighbours;  h_j <- h_j + q_j for itself and neighbours
+        x_i <- x_i + gamma (sum_j W_ij h_j - h_i)
+
+    The sum of all x_i is kept exactly, any codec will do, and errors vanish with the differences:
+    without gradients all ranks reach the true mean. With Q = identity and gamma = 1 it is
+    `Decentralized`.
+
+    The ranks must start from equal x (`attach` sees to it).
+
+    Args:
+        codec: Q, biased or not.
+        gamma: Consensus step: 0.5 for 4 bits and more, less for coarse codecs on big buckets.
+        topology: Doubly stochastic and fixed, because replicas belong to neighbours.
+        rule: The local rule.
+
+    Example:
+        >>> import numpy as np, relaxmpi as rx
+        >>> def run():
+        ...     with rx.Comm.world() as comm:
+        ...         x = np.zeros(2)
+        ...         opt = rx.Choco(rx.Quantizer(bits=4)).bind(comm, x, lr=0.1)
+        ...         for _ in range(100):
+        ...             opt.step(x - comm.rank)
+        ...         return opt.mean()
+        >>> rx.SimulatedWorld(4).run(run)[0].round(3)
+        array([1.5, 1.5])
+    """
+
+    codec: Codec = field(default_factory=lambda: Quantizer(bits=4))
+    gamma: float = 0.5
+    topology: Topology = field(default_factory=Ring)
+    rule: Rule = field(default_factory=SGD)
+
+    def __post_init__(self) -> None:
+        _check_codec(self.codec)
+
+    def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> BoundChoco:
+        """See `Algorithm.bind`; collective."""
+        check_equal_start(comm, x, name)
+        memory = DifferenceCompression(self.codec, self.gamma)
+        return BoundChoco(self.rule, comm, x, lr, name, memory, self.topology)
+
+
+@dataclass(frozen=True)
+class LowPrecisionDecentralized(MixingAlgorithm):
+    """DCD-PSGD (Tang et al. 2018, arXiv 1803.06443) on a ring; BAGUA's Decen-8bits.
+
+    Every rank knows the exact x_i^0 of its neighbours, and after each step all move it alike:
+
+        y_i = x_i - lr u(grad f_i(x_i))                     u: the local rule
+        q_i = Q(y_i - x_i + sum_j W_ij x_j - x_i), sent to all neighbours
+        x_i <- x_i + q_i, here and where a replica of x_i is kept
+
+    Cheaper in memory than `Choco` and as fast, but the mean drifts by the rounding, so 8 bits
+    are about the least.
+
+    The ranks must start from equal x (`attach` sees to it).
+
+    Args:
+        codec: Q, unbiased or fine.
+        topology: Doubly stochastic and fixed, because replicas belong to neighbours.
+        rule: The local rule.
+
+    Example:
+        >>> import numpy as np, relaxmpi as rx
+        >>> def run():
+        ...     with rx.Comm.world() as comm:
+        ...         x = np.zeros(2)
+        ...         opt = rx.LowPrecisionDecentralized().bind(comm, x, lr=0.1)
+        ...         for _ in range(100):
+        ...             opt.step(x - comm.rank)
+        ...         return opt.mean()
+        >>> rx.SimulatedWorld(4).run(run)[0].round(1)
+        array([1.5, 1.5])
+    """
+
+    codec: Codec = field(default_factory=MinMaxUInt8)
+    topology: Topology = field(default_factory=Ring)
+    rule: Rule = field(default_factory=SGD)
+
+    def __post_init__(self) -> None:
+        _check_codec(self.codec)
+
+    def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> BoundChoco:
+        """See `Algorithm.bind`; collective."""
+        check_equal_start(comm, x, name)
+        return BoundChoco(self.rule, comm, x, lr, name, DCD(self.codec), self.topology)
+
+
+def _check_codec(codec: object) -> None:
+    if not isinstance(codec, Codec):
+        raise TypeError(f"codec must be a Codec, not {codec!r}: each buffer makes its own replicas")
+
+
+class BoundChoco(BoundMixing):
+    """The state of both for one buffer."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        comm: Comm,
+        x: Any,
+        lr: float,
+        name: str,
+        memory: DifferenceCompression | DCD,
+        topology: Topology,
+    ) -> None:
+        super().__init__(rule, comm, x, lr, name)
+        self.memory, self.topology = memory, topology
+
+    def on_params(self) -> None:
+        """Exchange compressed differences, and mix replicas."""
+        graph, memory = self.topology, self.memory
+        neighbor_allreduce(
+            self.comm, self.x, topology=graph, step=self.t, codec=memory, name=self.name
+        )
+        self.t += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The replicas, too."""
+        return {**super().state_dict(), "memory": self.memory.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `BoundMixing`."""
+        super().load_state_dict(state)
+        self.memory.load_state_dict(state["memory"])
