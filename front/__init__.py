@@ -10,7 +10,8 @@ from typing import Any
 _HOME = {
     "relaxmpi.primitives": (
         "Comm Hierarchy Work primitive "
-        "allreduce reduce_scatter allgather broadcast alltoall barrier SUM MEAN MAX MIN Op "
+        "allreduce reduce_scatter allgather broadcast alltoall barrier "
+        "neighbor_allreduce push_sum pairwise_average SUM MEAN MAX MIN Op "
         "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit TopK ErrorFeedback Bucket buckets_of "
         "Topology Complete Ring Exponential OnePeerExponential BipartiteExponential ShiftOne "
         "RandomPairs BaseGraph from_matrix from_networkx "

@@ -24,6 +24,7 @@ from relaxmpi.primitives.errors import (
     RelaxError,
 )
 from relaxmpi.primitives.feedback import ErrorFeedback
+from relaxmpi.primitives.gossip import neighbor_allreduce, pairwise_average, push_sum
 from relaxmpi.primitives.hierarchy import Hierarchy
 from relaxmpi.primitives.ops import MAX, MEAN, MIN, SUM, Op
 from relaxmpi.primitives.primitive import primitive
@@ -96,9 +97,12 @@ __all__ = [
     "broadcast",
     "buckets_of",
     "faults",
+    "neighbor_allreduce",
+    "pairwise_average",
     "from_matrix",
     "from_networkx",
     "primitive",
+    "push_sum",
     "reduce_scatter",
     "register",
 ]

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from relaxmpi.primitives.errors import RelaxError
+from relaxmpi.primitives.work import run_in_background
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,17 +46,18 @@ class Background:
             raise RelaxError("this Comm has a background thread already")
         self._queue = queue
         self._filled = self._queue.filled = threading.Event()
-        if not self._queue.idle:
+        if not self._queue.all_idle:
             self._filled.set()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="relaxmpi-progress", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        run_in_background()
         while not self._closing:
             self._filled.wait()
             self._filled.clear()
-            while not self._queue.idle and not self._closing:
+            while not self._queue.all_idle and not self._closing:
                 for _ in range(_POLLS):
                     self._queue.progress()
                     os.sched_yield()

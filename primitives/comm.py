@@ -12,6 +12,7 @@ from relaxmpi.primitives.agreement import Lane, after, before, nothing
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.door import Door
+from relaxmpi.primitives.edges import Edges
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
 from relaxmpi.primitives.notices import NoticeBoard
 from relaxmpi.primitives.schedules import FlatSchedule
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from typing_extensions import Self
 
+    from relaxmpi.primitives.edge_verb import Move
     from relaxmpi.primitives.hierarchy import Hierarchy
+    from relaxmpi.primitives.routes import Route
     from relaxmpi.primitives.trace import Trace
     from relaxmpi.primitives.transport import Transport
 
@@ -206,21 +209,31 @@ class Comm:
         """
         if self.closed:
             return
-        if self.queue.broken is None and not self.queue.idle:
-            raise RelaxError(
-                f"{len(self.queue)} works are pending, first {self.queue.first()}: wait for them "
-                "before close()"
-            )
+        queues = [self.queue, *([self.edges.pool] if "edges" in self.__dict__ else [])]
+        for queue in queues:
+            if self.queue.broken is None and len(queue):
+                raise RelaxError(
+                    f"{len(queue)} works are pending, first {queue.first()}: wait for them "
+                    "before close()"
+                )
         self.closed = True
         if self.queue.broken is None:
             self._world.comms.discard(self)
-            self.queue.close()
+            self._let_go()
+            for queue in queues:
+                queue.close()
             for link in self._links:
                 link.free()
             self._world.free()
 
+    def _let_go(self) -> None:
+        """Hand over the sends that are still under way."""
+        if "edges" in self.__dict__:
+            self._world.outlive(self.edges.pool.left())
+
     def leave(self) -> None:
         """Tell the peers that this rank makes no more calls."""
+        self._let_go()
         self._notices.leave()
 
     def left_alone(self) -> bool:
@@ -249,8 +262,7 @@ class Comm:
     def submit(self, call: Call, flow: Flow[T]) -> Work[T]:
         """Append a flow to the stream; its agreement is posted now."""
         queue, recorder = self.queue, self._world.recorder
-        if self.closed or queue.broken is not None or queue.inside():
-            raise self._unusable(call)
+        self.usable(call)
         span = None
         if recorder is not None:
             recorder.enter()
@@ -268,15 +280,42 @@ class Comm:
             recorder.leave()
         return work
 
-    def _unusable(self, call: Call) -> RelaxError:
+    def exchange(self, move: Move, route: Route, step: int | None) -> Work[Any]:
+        """Post the messages of a neighbour verb; the work is done when its own have come."""
+        call, recorder = Call(move.what), self._world.recorder
+        if self.mark:
+            call.what = (*call.what, self.mark)
+        span = None
+        if recorder is not None:
+            recorder.enter()
+            span = recorder.call(self, call.what)
+        self._world.called()
+        edges = self.edges
+        exchange = edges.exchange(call, self.transport(move.device), step)
+        flow = _alone(move) if self.size == 1 else move.post(exchange, route)
+        if recorder is not None and span is not None:
+            flow = recorder.until_done(span, self, flow)
+        work = edges.pool.submit(flow, exchange.__str__, edges.patience(exchange))
+        if recorder is not None:
+            recorder.leave()
+        return work
+
+    def usable(self, call: Call) -> None:
+        """Refuse a call where none can be made.
+
+        Raises:
+            RelaxError: The Comm is closed, or the caller is inside a primitive.
+            BrokenComm: It broke earlier.
+        """
         if self.closed:
-            return RelaxError(f"{call}: this Comm is closed")
+            raise RelaxError(f"{call}: this Comm is closed")
         if self.queue.broken is not None:
-            return BrokenComm(f"{call}: this Comm broke earlier: {self.queue.broken}")
-        return RelaxError(
-            f"{call}: a call inside a primitive would wait for itself; write "
-            "`yield from verb.flow(...)` there"
-        )
+            raise BrokenComm(f"{call}: this Comm broke earlier: {self.queue.broken}")
+        if self.queue.inside():
+            raise RelaxError(
+                f"{call}: a call inside a primitive would wait for itself; write "
+                "`yield from verb.flow(...)` there"
+            )
 
     def agreed(self, call: Call, flow: Flow[T]) -> Flow[T]:
         """Return the flow behind an agreement that happens when it runs."""
@@ -291,6 +330,11 @@ class Comm:
         span = recorder.call(self, call.what, inner=True)
         flow = after(self._inside.post(call), flow)
         return (yield from recorder.until_done(span, self, flow))
+
+    @cached_property
+    def edges(self) -> Edges:
+        """The lane of the neighbour verbs, beside the stream of all others."""
+        return Edges(self, self._notices, self._host)
 
     @property
     def layout(self) -> str:
@@ -320,3 +364,8 @@ class Comm:
         step = self.steps[name]
         self.steps[name] = step + 1
         return step
+
+
+def _alone(move: Move) -> Flow[Any]:
+    yield from ()
+    return move.alone()

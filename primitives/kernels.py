@@ -18,6 +18,7 @@ from relaxmpi.primitives._cast import (
 )
 from relaxmpi.primitives._draw import random_words
 from relaxmpi.primitives._minmax import dequantise_minmax, quantise_minmax
+from relaxmpi.primitives._mix import follow, gap, meet, mix, pair, scaled, share, subtract
 from relaxmpi.primitives._quantise import dequantise, quantise, quantise_feedback
 from relaxmpi.primitives._sign import sign, sign_feedback, unsign
 from relaxmpi.primitives._topk import densify, sparsify, sparsify_feedback
@@ -27,19 +28,27 @@ __all__ = [
     "densify",
     "dequantise",
     "dequantise_minmax",
+    "follow",
+    "gap",
     "leave",
+    "meet",
+    "mix",
     "narrow_bf16",
     "narrow_fp16",
     "pack",
+    "pair",
     "quantise",
     "quantise_feedback",
     "quantise_minmax",
     "random_words",
     "scale",
+    "scaled",
+    "share",
     "sign",
     "sign_feedback",
     "sparsify",
     "sparsify_feedback",
+    "subtract",
     "unpack",
     "unsign",
     "widen_bf16",

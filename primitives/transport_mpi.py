@@ -10,11 +10,10 @@ from mpi4py import MPI
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.settings import Settings
 from relaxmpi.primitives.stats import Stats
-from relaxmpi.primitives.transport import Request, pieces_of
+from relaxmpi.primitives.transport import TAG, Request, pieces_of
 
 __all__ = ["MpiTransport"]
 
-_TAG = 1
 # Measured on one host with 2 ranks, and with more: from here on a scatter-reduce by messages beats
 # Iallreduce. Fixed numbers, because the two add in different orders and so differ in bits.
 _DIRECT_OF_TWO = 256 * 1024
@@ -62,24 +61,29 @@ class MpiTransport:
         self._most = settings.max_message
         self.longest = min(settings.segment, self._most) if nodes > 1 else self._most
 
-    def isend(self, data: Any, dest: int) -> Request:
+    def isend(self, data: Any, dest: int, tag: int = TAG) -> Request:
         """Start sending the bytes of `data`."""
         mpi, raw, piece = self._mpi, data.view(np.uint8), self.longest
         size = raw.size
         self._stats.payload_bytes += size
         self._stats.messages += 1
         if size <= piece:
-            return _One(mpi.Isend(raw, dest, _TAG), raw)
+            return _One(mpi.Isend(raw, dest, tag), raw)
         cuts = range(0, size, piece)
-        return _Many([mpi.Isend(raw[i : i + piece], dest, _TAG) for i in cuts], raw)
+        return _Many([mpi.Isend(raw[i : i + piece], dest, tag) for i in cuts], raw)
 
-    def irecv(self, data: Any, source: int) -> Request:
+    def irecv(self, data: Any, source: int, tag: int = TAG) -> Request:
         """Start receiving exactly the bytes of `data`."""
         mpi, raw, piece = self._mpi, data.view(np.uint8), self.longest
         if raw.size <= piece:
-            return _One(mpi.Irecv(raw, source, _TAG), raw)
+            return _One(mpi.Irecv(raw, source, tag), raw)
         cuts = range(0, raw.size, piece)
-        return _Many([mpi.Irecv(raw[i : i + piece], source, _TAG) for i in cuts], raw)
+        return _Many([mpi.Irecv(raw[i : i + piece], source, tag) for i in cuts], raw)
+
+    def announce(self, header: Any, dest: int, tag: int) -> Request:
+        """Start sending a short header, which is no payload."""
+        self._stats.header_bytes += header.size
+        return _One(self._mpi.Isend(header, dest, tag), header)
 
     def ibroadcast(self, data: Any, root: int) -> Request:
         """Start a broadcast of the bytes of `data`."""

@@ -9,7 +9,7 @@ from relaxmpi.primitives.transport import Request, Transport
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import MutableSet
+    from collections.abc import MutableSet, Sequence
 
     from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.recorder import Recorder
@@ -118,6 +118,12 @@ class World(Protocol):
 
     def keep(self, something: Any) -> None:
         """Keep what a message under way may still write to, although nobody waits for it."""
+
+    def called(self) -> None:
+        """Count a call of a verb: faults of a simulated world go by it."""
+
+    def outlive(self, sends: Sequence[Request]) -> None:
+        """Look after sends that nobody waits for, when their Comm is closed."""
 
     def schedule(self, comm: Comm) -> FlatSchedule:
         """Return the moves that make up a verb among the ranks of a Comm."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.simulation.fabric import Fabric
 from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.simulation.tree import told
+from relaxmpi.primitives.transport import TAG
 
 __all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive"]
+
+
+_T = TypeVar("_T", "Receive", "Parcel")
 
 
 class _Done:
@@ -48,11 +52,11 @@ class Receive(Ticket):
     message after the other; otherwise when the rank looks.
     """
 
-    __slots__ = ("_data", "_fabric", "_finish", "_parcel", "extra", "source")
+    __slots__ = ("_data", "_fabric", "_finish", "_parcel", "extra", "source", "tag")
 
-    def __init__(self, rank: Rank, data: Any, fabric: Fabric) -> None:
+    def __init__(self, rank: Rank, data: Any, fabric: Fabric, tag: int = TAG) -> None:
         super().__init__(rank)
-        self._data, self._fabric = data, fabric
+        self._data, self._fabric, self.tag = data, fabric, tag
         self._parcel: Parcel | None = None
         self._finish = self.extra = 0.0
         self.source: Rank | None = None
@@ -102,10 +106,11 @@ class Parcel(NamedTuple):
     size: float
     pieces: int
     sent: Ticket | None  # of a message that waits: done when it has left
+    tag: int = TAG
 
 
 class Pipe:
-    """Messages from one rank to another, received in the order in which they were sent."""
+    """Messages from one rank to another; those of one tag are received as they were sent."""
 
     __slots__ = ("_arrived", "_count", "_dest", "_early", "_expected", "_fabric", "_posted", "_src")
 
@@ -143,17 +148,19 @@ class Pipe:
         self._early[number] = parcel
         while (following := self._early.pop(self._expected, None)) is not None:
             self._expected += 1
-            if self._posted:
-                self._match(time, self._posted.popleft(), following, new=True)
+            request = _taken(self._posted, following.tag)
+            if request is not None:
+                self._match(time, request, following, new=True)
             else:
                 self._arrived.append(following)
         return True
 
     def receive(self, request: Receive, time: float) -> None:
-        """Take the next message, now or when it comes."""
+        """Take the next message of this tag, now or when it comes."""
         request.source = self._src
-        if self._arrived:
-            self._match(time, request, self._arrived.popleft())
+        parcel = _taken(self._arrived, request.tag)
+        if parcel is not None:
+            self._match(time, request, parcel)
         else:
             self._posted.append(request)
 
@@ -195,6 +202,15 @@ class Pipe:
         return True
 
 
+def _taken(waiting: deque[_T], tag: int) -> _T | None:
+    """Take out the first of this tag."""
+    for k, found in enumerate(waiting):
+        if found.tag == tag:
+            del waiting[k]
+            return found
+    return None
+
+
 class Meeting:
     """One occasion to which every rank of a channel brings something."""
 
@@ -222,7 +238,7 @@ class Channel:
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in members]
         self._freed = 0
         self._forget = forget
-        self._pipes: dict[tuple[int, int, bool], Pipe] = {}
+        self._pipes: dict[tuple[int, int, str], Pipe] = {}
         self._meetings: dict[tuple[str, int], Meeting] = {}
 
     def free(self) -> None:
@@ -231,12 +247,15 @@ class Channel:
         if self._freed == len(self.members):
             self._forget()
 
-    def pipe(self, source: int, dest: int, tree: bool = False) -> Pipe:
-        """Return the messages from one member to another: of primitives, or of broadcasts."""
-        found = self._pipes.get((source, dest, tree))
+    def pipe(self, source: int, dest: int, lane: str = "") -> Pipe:
+        """Return the messages from one member to another of one lane.
+
+        Lanes are primitives in order, broadcasts ("tree") and neighbour verbs ("edge").
+        """
+        found = self._pipes.get((source, dest, lane))
         if found is None:
             members = self.members
-            found = self._pipes[source, dest, tree] = Pipe(
+            found = self._pipes[source, dest, lane] = Pipe(
                 self.fabric, members[source], members[dest]
             )
         return found

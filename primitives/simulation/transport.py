@@ -17,7 +17,7 @@ from relaxmpi.primitives.simulation.channel import (
 )
 from relaxmpi.primitives.simulation.exchange import Exchange
 from relaxmpi.primitives.simulation.rank import Rank, Ticket
-from relaxmpi.primitives.transport import Every, Request, pieces_of
+from relaxmpi.primitives.transport import TAG, Every, Request, pieces_of
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.settings import Settings
@@ -54,22 +54,35 @@ class SimulatedTransport:
         self._stats.payload_bytes += size
         self._stats.messages += 1
 
-    def isend(self, data: Any, dest: int) -> Request:
+    def isend(self, data: Any, dest: int, tag: int = TAG) -> Request:
         """Start sending the bytes of `data`, which are copied now."""
         me = self._me
         if me.dead:
             return Never()
         parcel = self.parcel(data)
+        if tag != TAG:
+            parcel = parcel._replace(tag=tag)
+        return self._send(parcel, dest)
+
+    def announce(self, header: Any, dest: int, tag: int) -> Request:
+        """Start sending a short header, which is no payload and does not scale."""
+        if self._me.dead:
+            return Never()
+        self._stats.header_bytes += header.size
+        return self._send(Parcel(header.copy(), header.size, 1, None, tag), dest)
+
+    def _send(self, parcel: Parcel, dest: int) -> Request:
+        me = self._me
         self._fabric.cost(me, self._network.send_cost)
         begin = me.clock
         self._fabric.cost(me, (parcel.pieces - 1) * self._network.send_cost)
-        self.channel.pipe(self._rank, dest).send(parcel, begin)
+        self.channel.pipe(self._rank, dest, _lane(parcel.tag)).send(parcel, begin)
         return DONE if parcel.sent is None else parcel.sent
 
-    def irecv(self, data: Any, source: int) -> Request:
+    def irecv(self, data: Any, source: int, tag: int = TAG) -> Request:
         """Start receiving exactly the bytes of `data`."""
-        request = Receive(self._me, data.view(np.uint8), self._fabric)
-        self.channel.pipe(source, self._rank).receive(request, self._me.clock)
+        request = Receive(self._me, data.view(np.uint8), self._fabric, tag)
+        self.channel.pipe(source, self._rank, _lane(tag)).receive(request, self._me.clock)
         return request
 
     def ibroadcast(self, data: Any, root: int) -> Request:
@@ -83,7 +96,7 @@ class SimulatedTransport:
         if place:
             parent = (place - (1 << (height - 1)) + root) % n
             request = _Relay(self, self._me, raw, self._fabric, dests)
-            self.channel.pipe(parent, self._rank, tree=True).receive(request, self._me.clock)
+            self.channel.pipe(parent, self._rank, lane="tree").receive(request, self._me.clock)
             return request
         if self._me.dead:
             return Never()
@@ -99,7 +112,7 @@ class SimulatedTransport:
                 ticket = Ticket(self._me)
                 tickets.append(ticket)
                 parcel = parcel._replace(sent=ticket)
-            self.channel.pipe(self._rank, dest, tree=True).send(parcel, time)
+            self.channel.pipe(self._rank, dest, lane="tree").send(parcel, time)
         return tickets
 
     def exchange(self, payloads: dict[int, Any], expected: int) -> Exchange:
@@ -135,6 +148,11 @@ class SimulatedTransport:
     def ireduce(self, data: Any, out: Any, op: Op) -> Request:
         """Never asked for, see `sums`."""
         raise NotImplementedError
+
+
+def _lane(tag: int) -> str:
+    """Neighbour verbs have messages of their own: what one of them lost holds up no other."""
+    return "" if tag == TAG else "edge"
 
 
 class _Relay(Receive):

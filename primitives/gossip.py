@@ -1,0 +1,248 @@
+"""The neighbour verbs: decentralised averaging along the edges of a topology.
+
+They run on a lane of their own beside the Comm's stream: all messages are posted when a call is
+started, calls complete in any order, and centralised calls wait for none of them. Only the
+first use of a topology on a Comm is an agreement of all ranks; later calls meet nobody but their
+neighbours, whom each message tells in its header what it is.
+
+All raise, on both ends of an edge, `MismatchError` where they disagree, `PeerTimeout` naming the
+rank that nothing came from, and `PeerLeft`. Wrong arguments are TypeError or ValueError on the
+rank that passed them, at once, and MismatchError on its neighbours.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+from relaxmpi.primitives import gossip_moves
+from relaxmpi.primitives.arguments import apart, like
+from relaxmpi.primitives.codecs import Codec, Identity
+from relaxmpi.primitives.devices import Flat, device_of
+from relaxmpi.primitives.edge_verb import EdgePlan, EdgeVerb, Move
+from relaxmpi.primitives.feedback import ErrorFeedback
+from relaxmpi.primitives.routes import Route, pair_with
+
+if TYPE_CHECKING:
+    from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.edges import Exchange
+    from relaxmpi.primitives.topology import Topology
+    from relaxmpi.primitives.work import Flow
+
+__all__ = ["neighbor_allreduce", "pairwise_average", "push_sum"]
+
+
+@EdgeVerb
+def neighbor_allreduce(
+    comm: Comm,
+    x: Any,
+    out: Any = None,
+    *,
+    topology: Topology,
+    step: int | None = None,
+    codec: Any = None,
+    name: str = "",
+) -> EdgePlan:
+    """Average with the neighbours: x_i <- sum_j W_ij x_j (D-PSGD; Lian et al. 2017).
+
+    W must be doubly stochastic, so that the mean over all ranks stays what it is and every x_i
+    goes to it. Sums are made in the order of ranks, the own term in its place.
+
+    Args:
+        comm: A Comm.
+        x: Floats or complex numbers of any shape, C-contiguous; the same shape on all ranks.
+        out: Same shape and dtype; None averages in place. Until the call is done both belong
+            to it.
+        topology: A Topology whose rows sum to 1, such as Ring().
+        step: Of the topology; required where it varies.
+        codec: None.
+        name: Told apart by the header: two buffers of one shape cannot be swapped unnoticed.
+
+    Returns:
+        x, or out.
+
+    Raises:
+        ValueError: The topology is not doubly stochastic (use `push_sum`), or needs a step.
+
+    Example:
+        >>> import numpy as np, relaxmpi as rx
+        >>> def program():
+        ...     with rx.Comm.world() as comm:
+        ...         x = np.full(2, float(comm.rank))
+        ...         return rx.neighbor_allreduce(comm, x, topology=rx.Ring()).tolist()
+        >>> rx.SimulatedWorld(4).run(program)[1]
+        [1.0, 1.0]
+    """
+
+    def check() -> Move:
+        flat = device_of(x).flat(x, writable=out is None, strided=out is not None)
+        target = flat if out is None else _place(flat, out)
+        what = _told("neighbor_allreduce", flat, topology, codec, name)
+
+        def post(exchange: Exchange, route: Route) -> Flow[Any]:
+            rest = gossip_moves.average(exchange, flat, target.data, route)
+            return _giving(rest, x if out is None else out)
+
+        def alone() -> Any:
+            if target is not flat:
+                flat.device.copy(target.data, flat.data)
+            return x if out is None else out
+
+        return Move(what, flat.device, post, alone)
+
+    return EdgePlan("neighbor_allreduce", check, topology, step, doubly=True)
+
+
+@EdgeVerb
+def push_sum(
+    comm: Comm,
+    x: Any,
+    w: Any,
+    *,
+    topology: Topology,
+    step: int | None = None,
+    codec: Any = None,
+    name: str = "",
+) -> EdgePlan:
+    """Push shares of x and of its weight w to the out-neighbours (Kempe, Dobra and Gehrke 2003).
+
+    With p_ji the weight that rank i puts on what it sends to j, x and w are scaled by p_ii when
+    the call starts, p_ji x and p_ji w travel together, and what comes from this step's
+    in-neighbours is returned: add it, now or any number of steps later, and x / w goes to the
+    mean of what the ranks began with, on any strongly connected schedule. The sums of x and of w
+    over all ranks, with what is under way, never change (to rounding).
+
+    Args:
+        comm: A Comm.
+        x: The biased numerator: floats or complex numbers of any shape, C-contiguous, writable.
+        w: Its weight: writable float64 array of one number; 1 at the beginning.
+        topology: A Topology; columns sum to 1.
+        step: Of the topology; required where it varies.
+        codec: None.
+        name: See `neighbor_allreduce`.
+
+    Returns:
+        (dx, dw): a buffer like x, whose memory may be used again once nobody holds it, and a
+        float.
+
+    Example:
+        >>> import numpy as np, relaxmpi as rx
+        >>> def program():
+        ...     with rx.Comm.world() as comm:
+        ...         x, w = np.full(2, float(comm.rank)), np.ones(1)
+        ...         for k in range(2):
+        ...             dx, dw = rx.push_sum(comm, x, w, topology=rx.OnePeerExponential(), step=k)
+        ...             x += dx; w += dw
+        ...         return (x / w).tolist()
+        >>> rx.SimulatedWorld(4).run(program)[0]
+        [1.5, 1.5]
+    """
+
+    def check() -> Move:
+        device = device_of(x)
+        flat, weight = device.flat(x), _weight(w)
+        what = _told("push_sum", flat, topology, codec, name)
+
+        def post(exchange: Exchange, route: Route) -> Flow[Any]:
+            return _dressed(gossip_moves.push(exchange, flat, weight, route), flat, x)
+
+        def alone() -> Any:
+            return device.dress(device.zeros(len(flat.data), flat.dtype), x, flat.shape), 0.0
+
+        return Move(what, device, post, alone)
+
+    return EdgePlan("push_sum", check, topology, step)
+
+
+@EdgeVerb
+def pairwise_average(comm: Comm, x: Any, *, peer: int, name: str = "") -> EdgePlan:
+    """Average with one peer, which names this rank: x_i, x_j <- (x_i + x_j) / 2, atomically.
+
+    Both start from what x was when they called (AD-PSGD; Lian et al. 2018): x += (theirs - mine)
+    / 2. So x_i + x_j keeps its value to rounding whatever else is added to x meanwhile, and both
+    hold the same bits if nothing was. With `comm.background()` x is written by the thread that
+    calls `wait`, `test` or `progress`, never by the progress thread.
+
+    Args:
+        comm: A Comm.
+        x: Floats or complex numbers of any shape, C-contiguous and writable.
+        peer: Another rank; its next call with this rank must name this rank.
+        name: See `neighbor_allreduce`.
+
+    Returns:
+        x.
+
+    Example:
+        >>> import numpy as np, relaxmpi as rx
+        >>> def program():
+        ...     with rx.Comm.world() as comm:
+        ...         x = np.full(2, float(comm.rank))
+        ...         return rx.pairwise_average(comm, x, peer=1 - comm.rank).tolist()
+        >>> rx.SimulatedWorld(2).run(program)
+        [[0.5, 0.5], [0.5, 0.5]]
+    """
+    peer = index(peer)
+    if not 0 <= peer < comm.size or peer == comm.rank:
+        raise ValueError(
+            f"peer must be another rank of {comm.size} than {comm.rank}, this one, not {peer}"
+        )
+
+    def check() -> Move:
+        flat = device_of(x).flat(x)
+        what = _told("pairwise_average", flat, None, None, name)
+
+        def post(exchange: Exchange, _route: Route) -> Flow[Any]:
+            return _giving(gossip_moves.meet(exchange, flat, peer), x)
+
+        return Move(what, flat.device, post, lambda: x)
+
+    return EdgePlan("pairwise_average", check, route=pair_with(peer))
+
+
+def _told(
+    verb: str, flat: Flat, topology: Topology | None, codec: Any, name: str
+) -> tuple[Any, ...]:
+    """Check what the verbs have in common, and say what both ends of an edge compare."""
+    if not flat.dtype.startswith(("float", "bfloat", "complex")):
+        raise TypeError(f"{verb} averages floats and complex numbers, not {flat.dtype}")
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, not {type(name).__name__}")
+    if isinstance(codec, ErrorFeedback):
+        raise TypeError(
+            "ErrorFeedback belongs to all-reduces; gossip remembers what it has sent: use "
+            "DifferenceCompression(codec)"
+        )
+    if isinstance(codec, Codec) and not isinstance(codec, Identity):
+        raise TypeError(
+            "quantising x itself adds noise that never goes away: wrap the codec in "
+            f"DifferenceCompression({codec!r})"
+        )
+    told = None if codec is None else f"codec {codec.describe()}"
+    where = None if topology is None else f"over {topology!r}"
+    return (verb, flat.dtype, str(flat.shape), where, told, name and f"name {name!r}")
+
+
+def _weight(w: Any) -> Any:
+    try:
+        flat = device_of(w).flat(w)
+    except TypeError:
+        flat = None
+    if flat is None or flat.dtype != "float64" or len(flat.data) != 1:
+        raise TypeError("w must be a writable float64 array of one number, such as np.ones(1)")
+    return flat.data
+
+
+def _place(flat: Flat, out: Any) -> Flat:
+    """View `out`; `flat` itself where they are one buffer, and the verb works in place."""
+    target = like(flat, out, flat.shape)
+    return target if apart(flat.device, target.data, flat.data, target.data) else flat
+
+
+def _giving(rest: Flow[None], result: Any) -> Flow[Any]:
+    yield from rest
+    return result
+
+
+def _dressed(rest: Flow[tuple[Any, float]], flat: Flat, x: Any) -> Flow[tuple[Any, float]]:
+    data, dw = yield from rest
+    return flat.device.dress(data, x, flat.shape), dw
