@@ -14,6 +14,7 @@ from relaxmpi.primitives.codecs import (
 from relaxmpi.primitives.comm import Comm
 from relaxmpi.primitives.cpu import Cpu
 from relaxmpi.primitives.devices import register
+from relaxmpi.primitives.difference import DCD, DifferenceCompression
 from relaxmpi.primitives.errors import (
     BrokenComm,
     Deadlock,
@@ -54,6 +55,7 @@ from relaxmpi.primitives.verbs import (
 from relaxmpi.primitives.work import Work
 
 __all__ = [
+    "DCD",
     "MAX",
     "MEAN",
     "MIN",
@@ -67,6 +69,7 @@ __all__ = [
     "Comm",
     "Complete",
     "Deadlock",
+    "DifferenceCompression",
     "ErrorFeedback",
     "Exponential",
     "Hierarchy",
@@ -97,10 +100,10 @@ __all__ = [
     "broadcast",
     "buckets_of",
     "faults",
-    "neighbor_allreduce",
-    "pairwise_average",
     "from_matrix",
     "from_networkx",
+    "neighbor_allreduce",
+    "pairwise_average",
     "primitive",
     "push_sum",
     "reduce_scatter",

@@ -18,7 +18,7 @@ from relaxmpi.primitives.notices import NoticeBoard
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
 from relaxmpi.primitives.stats import Stats
-from relaxmpi.primitives.work import Flow, Queue, Work, running_queue
+from relaxmpi.primitives.work import Flow, Patience, Queue, Work, running_queue
 from relaxmpi.primitives.world import Link, World, entered
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ class Comm:
             found = self._transports[device.name] = device.transport(self._host)
         return found
 
-    def submit(self, call: Call, flow: Flow[T]) -> Work[T]:
+    def submit(self, call: Call, flow: Flow[T], patience: Patience | None = None) -> Work[T]:
         """Append a flow to the stream; its agreement is posted now."""
         queue, recorder = self.queue, self._world.recorder
         self.usable(call)
@@ -275,14 +275,21 @@ class Comm:
             flow = after(self._started.post(call), flow)
         if recorder is not None and span is not None:
             flow = recorder.until_done(span, self, flow)
-        work = queue.submit(flow, call.__str__, self._notices)
+        work = queue.submit(flow, call.__str__, patience or self._notices)
         if recorder is not None:
             recorder.leave()
         return work
 
-    def exchange(self, move: Move, route: Route, step: int | None) -> Work[Any]:
+    @property
+    def seat(self) -> tuple[int, int]:
+        """This rank and the number of ranks, as topologies count them."""
+        return self.rank, self.size
+
+    def exchange(
+        self, move: Move, route: Route, step: int | None, *, held: bool = False
+    ) -> Work[Any]:
         """Post the messages of a neighbour verb; the work is done when its own have come."""
-        call, recorder = Call(move.what), self._world.recorder
+        call, recorder, edges = Call(move.what), self._world.recorder, self.edges
         if self.mark:
             call.what = (*call.what, self.mark)
         span = None
@@ -290,9 +297,9 @@ class Comm:
             recorder.enter()
             span = recorder.call(self, call.what)
         self._world.called()
-        edges = self.edges
-        exchange = edges.exchange(call, self.transport(move.device), step)
-        flow = _alone(move) if self.size == 1 else move.post(exchange, route)
+        exchange = edges.exchange(call, self.transport(move.flat.device), step)
+        exchange.held = held
+        flow = move.alone() if self.size == 1 else move.start(exchange, route)
         if recorder is not None and span is not None:
             flow = recorder.until_done(span, self, flow)
         work = edges.pool.submit(flow, exchange.__str__, edges.patience(exchange))
@@ -300,7 +307,18 @@ class Comm:
             recorder.leave()
         return work
 
-    def usable(self, call: Call) -> None:
+    def meeting(self, move: Move, route: Route, step: int | None) -> Flow[Any]:
+        """Return the flow of a neighbour verb inside a primitive."""
+        if self.size == 1:
+            return move.alone()
+        exchange = self.edges.exchange(Call(move.what), self.transport(move.flat.device), step)
+        return move.start(exchange, route)
+
+    def decline(self, route: Route, call: Call) -> None:
+        """Tell the neighbours of a call that this rank refuses."""
+        self.edges.skip(route, str(call))
+
+    def usable(self, call: object) -> None:
         """Refuse a call where none can be made.
 
         Raises:
@@ -364,8 +382,3 @@ class Comm:
         step = self.steps[name]
         self.steps[name] = step + 1
         return step
-
-
-def _alone(move: Move) -> Flow[Any]:
-    yield from ()
-    return move.alone()

@@ -25,6 +25,7 @@ from relaxmpi.primitives.transport import TAG, Every, Request
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.notices import NoticeBoard
     from relaxmpi.primitives.routes import Known, Route
     from relaxmpi.primitives.topology import Topology
     from relaxmpi.primitives.transport import Transport
@@ -46,7 +47,7 @@ class Header(NamedTuple):
         version: Of this layout.
         sender: Its rank.
         age: How many messages the codec's memory has sent on this edge.
-        count: Numbers.
+        size: How many numbers follow.
         number: Of the message on its edge.
         step: Of the call, -1 without one.
         weight: Of push-sum, the part of w that goes along.
@@ -58,7 +59,7 @@ class Header(NamedTuple):
     version: int
     sender: int
     age: int
-    count: int
+    size: int
     number: int
     step: int
     weight: float
@@ -84,15 +85,18 @@ class Exchange:
     Attributes:
         waiting: The number of the message that has not arrived, for each rank that owes one.
         sent: The number of the message sent to each rank.
+        held: Whether the caller waits, so that its numbers can be sent from where they lie.
     """
 
     def __init__(self, edges: Edges, call: Call, transport: Transport, step: int | None) -> None:
         self._edges, self.call, self._transport = edges, call, transport
         self._step = _NO_STEP if step is None else step
         self._code, self._text = _coded(call.what)
-        self.rank, self.buffers = edges.rank, edges.buffers
+        self.rank: int = edges.rank
+        self.buffers: Buffers = edges.buffers
         self.waiting: dict[int, int] = {}
         self.sent: dict[int, int] = {}
+        self.held = False
         self._arriving: dict[int, tuple[Any, Request, Request | None, int, int]] = {}
         self._leaving: list[Request] = []
 
@@ -136,7 +140,7 @@ class Exchange:
         header, first, second, count, age = self._arriving[peer]
         yield first
         said = Header._make(_LAYOUT.unpack(header))
-        if (said.code, said.step, said.count, said.age) != (self._code, self._step, count, age):
+        if (said.code, said.step, said.size, said.age) != (self._code, self._step, count, age):
             self._unfit(peer, said, age)
         if second is not None:
             yield second
@@ -144,7 +148,7 @@ class Exchange:
         return said
 
     def _unfit(self, peer: int, said: Header, age: int) -> None:
-        me, edges = self._edges.rank, self._edges
+        me = self.rank
         if said.magic != _MAGIC or said.version != _VERSION:
             why = f"rank {peer} sends what is no message of this version of relaxmpi"
         elif (said.code, said.step) == (self._code, self._step):
@@ -156,6 +160,10 @@ class Exchange:
             why = f"rank {me}: {self}; rank {peer}: {said.words}"
         self._edges.give_up(self, peer, why)
         raise MismatchError(f"the ranks disagree on their edge: {why}")
+
+    def silent(self) -> list[int]:
+        """Return the ranks that nothing has come from."""
+        return [peer for peer in self.waiting if not self._arriving[peer][1].test()]
 
     def left(self) -> Request:
         """Return the request of all sends."""
@@ -181,7 +189,7 @@ class Edges:
         learning: What is kept of one that they are about to agree on.
     """
 
-    def __init__(self, comm: Comm, board: Any, host: Transport) -> None:
+    def __init__(self, comm: Comm, board: NoticeBoard, host: Transport) -> None:
         self._comm, self.board, self.host = comm, board, host
         self.rank = comm.rank
         self.sent: Counter[int] = board.sent
@@ -240,17 +248,18 @@ class Edges:
             peer, number, why = unfit.pop()
             if (peer, number) in self._failed:
                 self._failed.discard((peer, number))
-            elif any(
-                work.patience.exchange.sent.get(peer) == number for work in self.pool.movable()
-            ):
+            elif any(call.sent.get(peer) == number for call in self._pending()):
                 self._unfit[peer, number] = why
             else:
                 self._complaint = f"rank {peer}: {why}"
 
+    def _pending(self) -> list[Exchange]:
+        patiences = [work.patience for work in self.pool.movable()]
+        return [p.exchange for p in patiences if isinstance(p, EdgePatience)]
+
     def refusal(self, exchange: Exchange) -> str | None:
         """Return what a peer says against this call, if one does."""
-        unsent: dict[tuple[int, int], str] = self.board.unsent
-        for known, edges in ((unsent, exchange.waiting), (self._unfit, exchange.sent)):
+        for known, edges in ((self.board.unsent, exchange.waiting), (self._unfit, exchange.sent)):
             for edge in edges.items():
                 if edge in known:
                     return f"rank {edge[0]}: {known.pop(edge)}"
