@@ -16,6 +16,7 @@ _HOME = {
         "DifferenceCompression DCD Bucket buckets_of "
         "Topology Complete Ring Exponential OnePeerExponential BipartiteExponential ShiftOne "
         "RandomPairs BaseGraph from_matrix from_networkx "
+        "AsyncPushSum AsyncPairwise AsyncStats "
         "SimulatedWorld Network faults "
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),

@@ -1,5 +1,8 @@
 """The low-level layer: how ranks talk."""
 
+from relaxmpi.primitives.async_pairwise import AsyncPairwise
+from relaxmpi.primitives.async_push_sum import AsyncPushSum
+from relaxmpi.primitives.async_stats import AsyncStats
 from relaxmpi.primitives.bucket import Bucket, buckets_of
 from relaxmpi.primitives.codecs import (
     Cast,
@@ -32,7 +35,8 @@ from relaxmpi.primitives.primitive import primitive
 from relaxmpi.primitives.simulation import faults
 from relaxmpi.primitives.simulation.network import Network
 from relaxmpi.primitives.simulation.simulated import SimulatedWorld
-from relaxmpi.primitives.topologies import (
+from relaxmpi.primitives.topology import (
+    BaseGraph,
     BipartiteExponential,
     Complete,
     Exponential,
@@ -40,10 +44,10 @@ from relaxmpi.primitives.topologies import (
     RandomPairs,
     Ring,
     ShiftOne,
+    Topology,
+    from_matrix,
+    from_networkx,
 )
-from relaxmpi.primitives.topology import Topology
-from relaxmpi.primitives.topology_base_graph import BaseGraph
-from relaxmpi.primitives.topology_matrix import from_matrix, from_networkx
 from relaxmpi.primitives.verbs import (
     allgather,
     allreduce,
@@ -60,6 +64,9 @@ __all__ = [
     "MEAN",
     "MIN",
     "SUM",
+    "AsyncPairwise",
+    "AsyncPushSum",
+    "AsyncStats",
     "BaseGraph",
     "BipartiteExponential",
     "BrokenComm",

@@ -46,7 +46,7 @@ class Background:
             raise RelaxError("this Comm has a background thread already")
         self._queue = queue
         self._filled = self._queue.filled = threading.Event()
-        if not self._queue.all_idle:
+        if self._queue.busy:
             self._filled.set()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="relaxmpi-progress", daemon=True)
@@ -57,7 +57,7 @@ class Background:
         while not self._closing:
             self._filled.wait()
             self._filled.clear()
-            while not self._queue.all_idle and not self._closing:
+            while self._queue.busy and not self._closing:
                 for _ in range(_POLLS):
                     self._queue.progress()
                     os.sched_yield()

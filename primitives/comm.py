@@ -19,9 +19,10 @@ from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
 from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.work import Flow, Patience, Queue, Work, running_queue
-from relaxmpi.primitives.world import Link, World, entered
+from relaxmpi.primitives.world import Link, Mailbox, World, entered
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from contextlib import AbstractContextManager
 
     from mpi4py import MPI
@@ -87,6 +88,7 @@ class Comm:
         self._scratch: dict[tuple[str, str, int], Any] = {}
         self._taken = 0
         self._parts: list[Comm] = []
+        self._mail: dict[Mailbox, tuple[str, Link]] = {}
         self.door = Door()
         self.closed = False
         self.mark = ""
@@ -197,6 +199,39 @@ class Comm:
         """Return the payload bytes that this rank has sent, also by the parts of a Hierarchy."""
         return self.stats.payload_bytes + sum(part.sent() for part in self._parts)
 
+    def mailbox(
+        self, user: str, length: int, peers: tuple[Collection[int], Collection[int]], ring: int
+    ) -> Mailbox:
+        """Return a new mailbox, which `free_mailbox` takes back; collective. See `Link`."""
+        link = self._world.link()
+        nodes = len(set(self.nodes))
+        box = link.mailbox(length, peers, ring, self.settings, self.stats, nodes)
+        self._mail[box] = user, link
+        return box
+
+    def free_mailbox(self, box: Mailbox) -> None:
+        """Take back a mailbox whose end is done."""
+        self._mail.pop(box)[1].free()
+
+    def keep_mailbox(self, box: Mailbox) -> None:
+        """Keep a mailbox on which something may be under way until the process ends."""
+        self._world.keep((box, self._mail.pop(box)))
+
+    def lane(self) -> Queue:
+        """Return a queue beside the stream: what moves one moves both, in no order."""
+        return Queue(self.stats, self._world, self.queue)
+
+    def recorded(self, title: str, flow: Flow[T]) -> Flow[T]:
+        """Return a flow of a lane as one that is seen in traces."""
+        recorder = self._world.recorder
+        if recorder is None:
+            return flow
+        return recorder.until_done(recorder.call(self, (title,)), self, flow)
+
+    def polled(self) -> None:
+        """Take note that this rank has looked whether something had come."""
+        self._world.polled()
+
     def priced(self, thing: T) -> T:
         """Return a codec or a device whose work takes the time that it takes in this world."""
         return self._world.priced(thing)
@@ -216,6 +251,9 @@ class Comm:
                     f"{len(queue)} works are pending, first {queue.first()}: wait for them "
                     "before close()"
                 )
+        if self.queue.broken is None and self._mail:
+            user = next(iter(self._mail.values()))[0]
+            raise RelaxError(f"{user} of this Comm is open: close it first, on all ranks")
         self.closed = True
         if self.queue.broken is None:
             self._world.comms.discard(self)
@@ -235,6 +273,10 @@ class Comm:
         """Tell the peers that this rank makes no more calls."""
         self._let_go()
         self._notices.leave()
+
+    def left(self) -> set[int]:
+        """Return the ranks whose programs have ended."""
+        return self._notices.left()
 
     def left_alone(self) -> bool:
         """Whether all peers have said that they make no more calls either."""

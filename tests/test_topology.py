@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import relaxmpi as rx
-from relaxmpi.primitives.topology_spectrum import product
+from relaxmpi.primitives.topology.spectrum import product
 
 ANY_N = [
     rx.Complete(),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxmpi.primitives import topology_spectrum
+from relaxmpi.primitives.topology import spectrum
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,7 +152,7 @@ class Topology(ABC):
             >>> rx.OnePeerExponential().spectral_gap(16)
             1.0
         """
-        return topology_spectrum.gap(self, n)
+        return spectrum.gap(self, n)
 
     def finite_time(self, n: int) -> int | None:
         """Return after how many steps from step 0 every rank holds exactly the mean, or None.
@@ -165,7 +165,7 @@ class Topology(ABC):
             >>> rx.OnePeerExponential().finite_time(8), rx.OnePeerExponential().finite_time(6)
             (3, None)
         """
-        return topology_spectrum.exact_after(self, n)
+        return spectrum.exact_after(self, n)
 
     def check(self, n: int, step: int = 0) -> None:
         """Refuse lists that do not fit each other at a step.
@@ -204,9 +204,9 @@ class Topology(ABC):
         Returns:
             The `matplotlib.figure.Figure`; a notebook shows it.
         """
-        from relaxmpi.primitives import topology_plot
+        from relaxmpi.primitives.topology import plot
 
-        return topology_plot.plot(self, n, path, step)
+        return plot.plot(self, n, path, step)
 
 
 @lru_cache(maxsize=4096)

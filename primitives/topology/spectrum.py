@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.topology import Topology
+    from relaxmpi.primitives.topology.base import Topology
 
 __all__ = ["exact_after", "gap", "product"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from relaxmpi.primitives.topology import Topology
+from relaxmpi.primitives.topology.base import Topology
 
 __all__ = ["FromMatrix", "from_matrix", "from_networkx"]
 

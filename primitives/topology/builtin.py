@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxmpi.primitives.philox import Stream, random_words
-from relaxmpi.primitives.topology import Topology
-from relaxmpi.primitives.topology_families import Circulant, Matching
+from relaxmpi.primitives.topology.base import Topology
+from relaxmpi.primitives.topology.families import Circulant, Matching
 
 __all__ = [
     "BipartiteExponential",

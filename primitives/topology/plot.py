@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from relaxmpi.primitives.topology import Topology
+    from relaxmpi.primitives.topology.base import Topology
 
 __all__ = ["plot"]
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import prod
 from typing import ClassVar, TypeAlias
 
-from relaxmpi.primitives.topology_families import Symmetric
+from relaxmpi.primitives.topology.families import Symmetric
 
 __all__ = ["BaseGraph"]
 

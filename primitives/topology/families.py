@@ -6,7 +6,7 @@ from abc import abstractmethod
 
 import numpy as np
 
-from relaxmpi.primitives.topology import Topology
+from relaxmpi.primitives.topology.base import Topology
 
 __all__ = ["Circulant", "Matching", "Regular", "Symmetric"]
 
