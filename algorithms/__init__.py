@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from relaxmpi.algorithms.ad_psgd import ADPSGD
     from relaxmpi.algorithms.attach_ddp import DDPHook, ddp_hook
     from relaxmpi.algorithms.attach_flags import NonFinite
     from relaxmpi.algorithms.attach_stats import SyncStats
@@ -15,12 +16,15 @@ if TYPE_CHECKING:
     from relaxmpi.algorithms.base import Algorithm, Bound, Local, Rule
     from relaxmpi.algorithms.choco import Choco, LowPrecisionDecentralized
     from relaxmpi.algorithms.decentralized import Decentralized, Order
+    from relaxmpi.algorithms.diloco import DiLoCo
+    from relaxmpi.algorithms.local_sgd import LocalSGD
     from relaxmpi.algorithms.osgp import OSGP, SGP
     from relaxmpi.algorithms.qsgd import QSGD, ByteGrad
     from relaxmpi.algorithms.sgd import SGD
     from relaxmpi.algorithms.slowmo import SlowMo
 
 __all__ = [
+    "ADPSGD",
     "OSGP",
     "QSGD",
     "SGD",
@@ -31,7 +35,9 @@ __all__ = [
     "Choco",
     "DDPHook",
     "Decentralized",
+    "DiLoCo",
     "Local",
+    "LocalSGD",
     "LowPrecisionDecentralized",
     "NonFinite",
     "Order",
@@ -44,13 +50,16 @@ __all__ = [
 ]
 
 _HOME = {
+    "ADPSGD": "ad_psgd",
     "Algorithm": "base",
     "Bound": "base",
     "ByteGrad": "qsgd",
     "Choco": "choco",
     "DDPHook": "attach_ddp",
     "Decentralized": "decentralized",
+    "DiLoCo": "diloco",
     "Local": "base",
+    "LocalSGD": "local_sgd",
     "LowPrecisionDecentralized": "choco",
     "OSGP": "osgp",
     "Order": "decentralized",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import cycle
 from typing import Any
 from zlib import crc32
@@ -257,15 +255,6 @@ class Exchange(Engine):
     def after_step(self) -> None:
         """Nothing: parameters are equal."""
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Nothing: parameters are equal."""
-        yield
-
-    def spread(self) -> float:
-        """None: parameters are equal."""
-        return 0.0
-
     def close_window(self) -> None:
         """End a window in which everything was exchanged."""
         self._started, self.facts, self._error = 0, None, None
@@ -286,31 +275,38 @@ class Exchange(Engine):
             self.raise_error()
         self.close_window()
 
+    def quiesce(self) -> None:
+        """Nothing is on its way between two steps."""
+        used = self.facts is not None and all(slot.param.grad is None for slot in self.slots)
+        self.refuse(self.pending and not used, "save()")
+
     def state_dict(self) -> dict[str, Any]:
         """The layout, and the state of each bucket."""
         order = [self.slots[i].name for i in self.order] if self.parts else None
-        return {"order": order, "buckets": {p.name: p.bound.state_dict() for p in self.parts}}
+        buckets = {part.name: part.bound.state_dict() for part in self.parts}
+        return {"order": order, "buckets": buckets, "unit": self._unit}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, resized: bool) -> None:
         """Lay the buckets out as they were, and fill them."""
         index = {slot.name: slot.index for slot in self.slots}
         order, buckets = state["order"], state["buckets"]
+        barrier(self.control, name=f"restored order {order}")
         on_their_way = bool(self.parts) and self.pending and self.facts is None
-        barrier(self.control, name=f"restored order {order}, in flight: {on_their_way}")
-        if on_their_way:
-            raise RelaxError(
-                "load_state_dict() between backward and step would lose the gradients on their "
-                "way: call sync.wait() first, or restore after the step"
-            )
-        if self.comm.size == 1 or order is None:
+        self.refuse(on_their_way, "load_state_dict()")
+        if self.comm.size == 1:
+            return
+        if order is None:  # saved before the first step
+            if self.parts:
+                self.lay_out(self.order)
             return
         if sorted(order) != sorted(index):
             raise ValueError("this state is of a model with other trained parameters")
         self.lay_out([index[name] for name in order])
         if [part.name for part in self.parts] != list(buckets):
             raise ValueError("this state was saved with other bucket sizes: attach with those")
+        self._unit = state["unit"]
         for part in self.parts:
-            part.bound.load_state_dict(buckets[part.name])
+            part.bound.load(buckets[part.name], resized=resized)
 
     def abandon(self) -> None:
         """Forget gradients that are on their way."""

@@ -32,12 +32,13 @@ class Poke:
 
     relaxmpi = True  # how `attach` recognises its own hooks
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, bound: list[Bound]) -> None:
+        self._bound = bound
 
     def __call__(self, param: torch.Tensor) -> None:
         """Make progress."""
-        self._comm.progress()
+        for bound in self._bound:
+            bound.poll()
 
 
 class Portion:
@@ -158,7 +159,8 @@ class Mixing(Engine):
             return []
         # The method is untyped in torch.
         adders: list[Any] = [p.register_post_accumulate_grad_hook for _, p in self.watch.trained]
-        return [add(Poke(self.comm)) for add in adders]
+        poke = Poke(self.bound)
+        return [add(poke) for add in adders]
 
     def wait(self) -> None:
         """Nothing: gradients are local."""
@@ -177,15 +179,16 @@ class Mixing(Engine):
             bound = part.bound
             bound.lr = lr
             moved, stepped = bound.before_step(), bound.stepped
-            if stepped is not part.flat and (name := part.changed()):
+            if not moved and stepped is part.flat:
+                continue
+            if name := part.changed():
                 raise RelaxError(
-                    f"parameter {name} was changed between two steps of the optimizer, which "
-                    "steps another number than the gradient is taken at (the numerator of "
-                    "push-sum): the change would be lost; restore parameters before "
-                    "sync.load_state_dict(), or detach and attach again"
+                    f"parameter {name} was changed between two steps, and would be lost: "
+                    "meanwhile neighbours have sent theirs, or the optimizer steps the numerator "
+                    "of push-sum; restore parameters before sync.load_state_dict(), or detach "
+                    "and attach again"
                 )
-            if moved or stepped is not part.flat:
-                part.show(stepped)
+            part.show(stepped)
         self.meter.exposed(self.comm.stats.waited - before)
 
     def after_step(self) -> None:
@@ -243,8 +246,10 @@ class Mixing(Engine):
             raise RelaxError("averaged() inside averaged()")
         self._meet("averaged()")
         for part in self.parts:
-            if part.bound.stepped is part.flat:
-                part.fetch(part.flat)  # they may have been changed since the last step
+            # The user may have changed them since the last step, or, in x, a neighbour.
+            own = part.bound.stepped is part.flat
+            if own and (self._algorithm.lockstep or part.changed()):
+                part.fetch(part.flat)
             part.show(part.bound.mean())
         self._shown = True
         try:
@@ -265,24 +270,33 @@ class Mixing(Engine):
         apart = allreduce(self.control, apart, op=MEAN, name="distance to the mean")
         return float((apart / norm) ** 0.5) if norm else 0.0
 
+    def quiesce(self) -> None:
+        """Wait for parameters on their way."""
+        self._meet("save()")
+        for part in self.parts:
+            part.bound.quiesce()
+            if not self._algorithm.lockstep:  # x has taken in what was on its way
+                part.show(part.flat)
+
     def state_dict(self) -> dict[str, Any]:
         """The state of each bucket."""
         names = [[name for name, _ in part.named] for part in self.parts]
         return {"order": names, "buckets": {p.name: p.bound.state_dict() for p in self.parts}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, resized: bool) -> None:
         """Fill the buckets; the parameters are restored already."""
         order, buckets = state["order"], state["buckets"]
         barrier(self.control, name=f"restored buckets {order}")
-        if order != [[name for name, _ in part.named] for part in self.parts]:
+        # One rank has none where the algorithm does nothing there.
+        if self.parts and order and order != [[name for name, _ in p.named] for p in self.parts]:
             raise ValueError(
                 "this state is of a model with other trained parameters, or was saved with other "
                 "bucket sizes"
             )
-        for part in self.parts:
+        for part in self.parts if order else []:
             part.fetch(part.flat)
-            part.bound.load_state_dict(buckets[part.name])
-            part.seen = part.versions()
+            part.bound.load(buckets[part.name], resized=resized)
+            part.show(part.flat)
 
     def end(self) -> None:
         """Fold in what is on its way."""

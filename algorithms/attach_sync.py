@@ -209,6 +209,15 @@ class Sync:
         """Return what synchronisation cost since `attach`, on average a step."""
         return self._engine.stats()
 
+    def quiesce(self) -> None:
+        """Wait for what the algorithm has on its way; collective, and called by `save`.
+
+        Raises:
+            RelaxError: On every rank: gradients are on their way on some. Save after the step.
+        """
+        self._outside("save")
+        self._engine.quiesce()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank must save, besides model and optimizer, to resume exactly."""
         return self._engine.state_dict()
@@ -221,7 +230,11 @@ class Sync:
             MismatchError: The ranks restore different layouts.
             RelaxError: Gradients are on their way: restore after `wait` or after the step.
         """
-        self._engine.load_state_dict(state)
+        self._engine.load_state_dict(state, resized=False)
+
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Restore from another number of ranks, without what each had for itself; collective."""
+        self._engine.load_state_dict(state, resized=True)
 
     def detach(self) -> None:
         """Remove every hook and leave model and optimizer as they were; collective.

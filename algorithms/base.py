@@ -83,6 +83,10 @@ class Bound:
         """What the local rule moves: x, unless the gradient is taken at another place."""
         return self.x
 
+    def poll(self) -> None:
+        """What may happen at any moment while a gradient is computed, to keep messages moving."""
+        self.comm.progress()
+
     def step(self, g: Any) -> None:
         """Take one step with this rank's gradient, in whose place the exchanged one is left."""
         work = self.on_grads(g)
@@ -110,6 +114,23 @@ class Bound:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank."""
+
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Restore what has a meaning for any number of ranks; the rest begins anew from x.
+
+        Args:
+            state: What `state_dict` returned on a rank among another number of ranks.
+        """
+
+    def load(self, state: dict[str, Any], *, resized: bool) -> None:
+        """Call one of the two above."""
+        (self.load_resized if resized else self.load_state_dict)(state)
+
+    def quiesce(self) -> None:
+        """Wait for what is on its way, so that nothing is lost where the program ends; collective.
+
+        Later steps do what they would have done.
+        """
 
 
 class Algorithm(ABC):

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relaxmpi.algorithms.base import Rule
-from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, check_equal_start
+from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, copy_of
 from relaxmpi.algorithms.sgd import SGD
 from relaxmpi.primitives import (
     DCD,
     Codec,
     Comm,
     DifferenceCompression,
+    Identity,
     MinMaxUInt8,
     Quantizer,
     Ring,
@@ -35,9 +36,8 @@ class Choco(MixingAlgorithm):
 
     The sum of all x_i is kept exactly, any codec will do, and errors vanish with the differences:
     without gradients all ranks reach the true mean. With Q = identity and gamma = 1 it is
-    `Decentralized`.
-
-    The ranks must start from equal x (`attach` sees to it).
+    `Decentralized` in order ADAPT_THEN_COMBINE. Replicas begin as what x is when the state is
+    made, so that no rank's model is coded as a whole.
 
     Args:
         codec: Q, biased or not.
@@ -67,9 +67,10 @@ class Choco(MixingAlgorithm):
         _check_codec(self.codec)
 
     def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> BoundChoco:
-        """See `Algorithm.bind`; collective."""
-        check_equal_start(comm, x, name)
-        memory = DifferenceCompression(self.codec, self.gamma)
+        """See `Algorithm.bind`; collective: neighbours get their replicas, in full precision."""
+        memory = DifferenceCompression(Identity(), self.gamma)
+        neighbor_allreduce(comm, copy_of(x), topology=self.topology, codec=memory, name=name)
+        memory.codec = self.codec
         return BoundChoco(self.rule, comm, x, lr, name, memory, self.topology)
 
 
@@ -83,10 +84,8 @@ class LowPrecisionDecentralized(MixingAlgorithm):
         q_i = Q(y_i - x_i + sum_j W_ij x_j - x_i), sent to all neighbours
         x_i <- x_i + q_i, here and where a replica of x_i is kept
 
-    Cheaper in memory than `Choco` and as fast, but the mean drifts by the rounding, so 8 bits
-    are about the least.
-
-    The ranks must start from equal x (`attach` sees to it).
+    With Q = identity it is `Decentralized` in order COMBINE_WHILE_ADAPT. The mean drifts by the
+    rounding, so 8 bits are about the least, where `Choco` takes any codec.
 
     Args:
         codec: Q, unbiased or fine.
@@ -114,9 +113,10 @@ class LowPrecisionDecentralized(MixingAlgorithm):
         _check_codec(self.codec)
 
     def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> BoundChoco:
-        """See `Algorithm.bind`; collective."""
-        check_equal_start(comm, x, name)
-        return BoundChoco(self.rule, comm, x, lr, name, DCD(self.codec), self.topology)
+        """See `Algorithm.bind`; collective: neighbours get their replicas, in full precision."""
+        memory = DCD(self.codec)
+        neighbor_allreduce(comm, x, topology=self.topology, codec=memory, name=name)
+        return BoundChoco(self.rule, comm, x, lr, name, memory, self.topology)
 
 
 def _check_codec(codec: object) -> None:
@@ -156,3 +156,8 @@ class BoundChoco(BoundMixing):
         """See `BoundMixing`."""
         super().load_state_dict(state)
         self.memory.load_state_dict(state["memory"])
+
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Go on from x, which is equal on all ranks, with no replicas."""
+        super().load_resized(state)
+        self.memory.reset()

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 
 from relaxmpi.algorithms.base import Rule
-from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, copy_of
+from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, copy_of, divide
+from relaxmpi.algorithms.osgp_async import BoundAsyncOSGP
 from relaxmpi.algorithms.sgd import SGD
 from relaxmpi.primitives import (
     SUM,
     Codec,
     Comm,
     DifferenceCompression,
+    Identity,
     OnePeerExponential,
     Topology,
     Work,
@@ -93,9 +95,16 @@ class OSGP(MixingAlgorithm):
                 "DifferenceCompression"
             )
 
-    def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> BoundOSGP:
-        """See `Algorithm.bind`."""
-        return BoundOSGP(self, comm, x, lr, name)
+    def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> BoundOSGP | BoundAsyncOSGP:
+        """See `Algorithm.bind`; collective if tau is None, and with a codec.
+
+        Each in-neighbour's replica of x is then sent to it in full precision.
+        """
+        if self.tau is not None:
+            return BoundOSGP(self, comm, x, lr, name)
+        codec = None if self.codec is None else DifferenceCompression(self.codec, self.gamma)
+        how = self.rule, self.topology, self.send_every, self.biased, codec
+        return BoundAsyncOSGP(*how, comm, x, lr, name)
 
     @property
     def lockstep(self) -> bool:
@@ -149,7 +158,23 @@ class BoundOSGP(BoundMixing):
         self.y = x if spec.biased else copy_of(x)
         self.w = np.ones(1)
         self.flight: deque[tuple[int, Work[Any] | _Arrived]] = deque()
-        self.codec = None if spec.codec is None else DifferenceCompression(spec.codec, spec.gamma)
+        self.codec = None if spec.codec is None else self._replicas(spec.codec)
+
+    def _replicas(self, codec: Codec) -> DifferenceCompression:
+        """Let both ends of each edge begin with x itself, so that only differences are coded."""
+        memory, graph = DifferenceCompression(Identity(), self.spec.gamma), self.spec.topology
+        for step in range(graph.period(self.comm.size) or 0):
+            push_sum(
+                self.comm,
+                copy_of(self.y),
+                np.ones(1),
+                topology=graph,
+                step=step,
+                codec=memory,
+                name=self.name,
+            )
+        memory.codec = codec
+        return memory
 
     @property
     def stepped(self) -> Any:
@@ -188,8 +213,7 @@ class BoundOSGP(BoundMixing):
 
     def _debias(self) -> None:
         if self.y is not self.x:
-            self.x[...] = self.y
-            self.x /= self.w[0].item()
+            divide(self.y, self.w[0].item(), self.x)
 
     def _land(self) -> list[tuple[int, Any, float]]:
         """Wait for all messages, and let them wait for their steps."""

@@ -18,11 +18,13 @@ _HOME = {
         "RandomPairs BaseGraph from_matrix from_networkx "
         "AsyncPushSum AsyncPairwise AsyncStats "
         "SimulatedWorld Network faults "
+        "save load CheckpointError "
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),
     "relaxmpi.algorithms": (
         "Algorithm Bound Rule Local SGD QSGD ByteGrad "
-        "OSGP SGP Decentralized Order Choco LowPrecisionDecentralized SlowMo "
+        "LocalSGD DiLoCo "
+        "OSGP SGP Decentralized Order Choco LowPrecisionDecentralized ADPSGD SlowMo "
         "attach Sync SyncStats NonFinite ddp_hook DDPHook"
     ).split(),
 }

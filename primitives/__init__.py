@@ -4,6 +4,8 @@ from relaxmpi.primitives.async_pairwise import AsyncPairwise
 from relaxmpi.primitives.async_push_sum import AsyncPushSum
 from relaxmpi.primitives.async_stats import AsyncStats
 from relaxmpi.primitives.bucket import Bucket, buckets_of
+from relaxmpi.primitives.checkpoint.load import load
+from relaxmpi.primitives.checkpoint.save import save
 from relaxmpi.primitives.codecs import (
     Cast,
     Codec,
@@ -20,6 +22,7 @@ from relaxmpi.primitives.devices import register
 from relaxmpi.primitives.difference import DCD, DifferenceCompression
 from relaxmpi.primitives.errors import (
     BrokenComm,
+    CheckpointError,
     Deadlock,
     MismatchError,
     NonFiniteError,
@@ -72,6 +75,7 @@ __all__ = [
     "BrokenComm",
     "Bucket",
     "Cast",
+    "CheckpointError",
     "Codec",
     "Comm",
     "Complete",
@@ -109,12 +113,14 @@ __all__ = [
     "faults",
     "from_matrix",
     "from_networkx",
+    "load",
     "neighbor_allreduce",
     "pairwise_average",
     "primitive",
     "push_sum",
     "reduce_scatter",
     "register",
+    "save",
 ]
 
 register(Cpu())

@@ -41,7 +41,9 @@ def check_op(dtype: str, op: Op, codec: Lossy | None) -> None:
     if codec is not None and not op.additive:
         raise TypeError(f"{op.name} has no codec: only SUM and MEAN of lossy numbers make sense")
     if op is Op.MEAN and not dtype.startswith(("float", "bfloat", "complex")):
-        raise TypeError(f"the MEAN of {dtype} is not an integer: convert to a float dtype first")
+        raise TypeError(
+            f"MEAN needs a float dtype, for means are seldom integers: convert the {dtype} first"
+        )
     if not op.additive and dtype.startswith("complex"):
         raise TypeError(f"{op.name} has no meaning for {dtype}: complex numbers have no order")
     if op is Op.SUM and dtype == "bool":

@@ -424,3 +424,11 @@ class Comm:
         step = self.steps[name]
         self.steps[name] = step + 1
         return step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must be saved so that codecs go on with the same random numbers."""
+        return {"steps": dict(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.steps = Counter(state["steps"])

@@ -150,6 +150,10 @@ class Replicas:
         self._held = {key: value.copy() for key, value in state["replicas"].items()}
         self._ages = dict(state["ages"])
 
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Replicas belong to pairs of ranks: among another number of them they begin anew."""
+        self.reset()
+
     def _settled(self, what: str) -> None:
         if self._last is not None and not self._last.over:
             raise RelaxError(

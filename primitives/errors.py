@@ -2,6 +2,7 @@
 
 __all__ = [
     "BrokenComm",
+    "CheckpointError",
     "Deadlock",
     "MismatchError",
     "NonFiniteError",
@@ -44,3 +45,9 @@ class NonFiniteError(RelaxError, ArithmeticError):
 
 class Deadlock(RelaxError):
     """Every rank waits for another one and no message is in flight."""
+
+
+class CheckpointError(RelaxError):
+    """A checkpoint cannot be written, seen, trusted or used; raised on every rank."""
+
+    agreed = True

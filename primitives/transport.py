@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from relaxmpi.primitives.ops import Op
 
-__all__ = ["TAG", "Every", "Request", "Transport", "Turn", "pieces_of"]
+__all__ = ["TAG", "Every", "Reduction", "Request", "Transport", "Turn", "pieces_of"]
 
 # Of messages in the order of their Comm's calls; neighbour verbs use higher ones. MPI promises
 # tags up to 32767.
@@ -34,6 +34,10 @@ class Request(Protocol):
 
     def test(self) -> bool:
         """Whether it has completed; drives it, and never blocks."""
+
+
+# Starts an all-reduce of the first array into the second, another one; MEAN is left as the sum.
+Reduction = Callable[[Any, Any], Request]
 
 
 class Every:
@@ -89,15 +93,12 @@ class Transport(Protocol):
     def ibroadcast(self, data: Any, root: int) -> Request:
         """Start a broadcast of the bytes of `data`."""
 
-    def sums(self, data: Any, dtype: str, op: Op) -> bool:
-        """Whether `ireduce` should be used: it is exact for these numbers, and faster.
+    def reduction(self, data: Any, dtype: str, op: Op) -> Reduction | None:
+        """Return what all-reduces `data` where the library below does it exactly, and faster.
 
-        The answer depends on format, size and layout only, never on a measurement: ranks must
-        agree, and a sum in another order differs in bits.
+        None leaves it to messages. The answer depends on format, size and layout only, never on
+        a measurement: ranks must agree, and a sum in another order differs in bits.
         """
 
     def pieces(self, data: Any) -> int:
         """In how many pieces a reduction of `data` should go, to keep the links busy."""
-
-    def ireduce(self, data: Any, out: Any, op: Op) -> Request:
-        """Start an all-reduce of `data` into `out` (another array); MEAN is left as the sum."""

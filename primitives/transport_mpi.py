@@ -10,7 +10,7 @@ from mpi4py import MPI
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.settings import Settings
 from relaxmpi.primitives.stats import Stats
-from relaxmpi.primitives.transport import TAG, Request, pieces_of
+from relaxmpi.primitives.transport import TAG, Reduction, Request, pieces_of
 
 __all__ = ["MpiTransport"]
 
@@ -94,20 +94,25 @@ class MpiTransport:
             self._stats.messages += len(cuts)
         return _Many([self._mpi.Ibcast(raw[i : i + self._most], root) for i in cuts], raw)
 
-    def sums(self, data: Any, dtype: str, op: Op) -> bool:
-        """Whether MPI reduces: on one node, up to the size where direct exchange is faster."""
+    def reduction(self, data: Any, dtype: str, op: Op) -> Reduction | None:
+        """Return MPI's, on one node and up to the size where direct exchange is faster.
+
+        Counted as the bytes that a bandwidth-optimal one sends.
+        """
         direct = _DIRECT_OF_TWO if self._mpi.size == 2 else _DIRECT
         if self._nodes > 1 or data.nbytes >= direct:
-            return False
-        return dtype in _INTEGERS or (op.additive and dtype in _FLOATS)
+            return None
+        if dtype not in _INTEGERS and not (op.additive and dtype in _FLOATS):
+            return None
+
+        def start(data: Any, out: Any) -> Request:
+            n = self._mpi.size
+            self._stats.payload_bytes += 2 * (n - 1) * data.nbytes // n
+            self._stats.messages += 2 * (n - 1)
+            return _One(self._mpi.Iallreduce(data, out, _MPI_OP[op]), (data, out))
+
+        return start
 
     def pieces(self, data: Any) -> int:
         """In how many pieces a reduction of `data` should go: several between nodes, if long."""
         return pieces_of(data.nbytes, self._nodes)
-
-    def ireduce(self, data: Any, out: Any, op: Op) -> Request:
-        """Start an all-reduce; counted as the bytes that a bandwidth-optimal one sends."""
-        n = self._mpi.size
-        self._stats.payload_bytes += 2 * (n - 1) * data.nbytes // n
-        self._stats.messages += 2 * (n - 1)
-        return _One(self._mpi.Iallreduce(data, out, _MPI_OP[op]), (data, out))

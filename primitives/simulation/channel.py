@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.simulation.fabric import Fabric
+from relaxmpi.primitives.simulation.load import Load
 from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.simulation.tree import told
 from relaxmpi.primitives.transport import TAG
@@ -62,24 +63,24 @@ class Receive(Ticket):
         self.source: Rank | None = None
 
     def fill(self, time: float, parcel: Parcel, spread: float = 0.0) -> None:
-        """The bytes have arrived, the first piece `spread` seconds before the last."""
+        """The bytes have arrived, the first batch `spread` seconds before the last."""
         self._parcel, self.done = parcel, True
         rank, fabric = self.rank, self._fabric
         if rank.inside:
-            cost = self._cost(parcel, time)
+            load = parcel.load
+            cost = self._cost(load.receive + self.extra, time)
+            last = self._cost(load.last + self.extra / load.batches, time)
             rank.stolen += cost
             begin = max(time - spread, rank.busy, rank.clock, rank.held)
-            time = self._finish = rank.busy = max(begin + cost, time + cost / parcel.pieces)
+            time = self._finish = rank.busy = max(begin + cost, time + last)
         fabric.scheduler.completed(rank, self, time)
 
     def missing(self) -> list[int]:
         """The rank that has not sent."""
         return [] if self.source is None else [self.source.index]
 
-    def _cost(self, parcel: Parcel, time: float) -> float:
-        fabric = self._fabric
-        cost = self.extra + parcel.pieces * fabric.network.receive_cost
-        return cost * fabric.fates.slowness(self.rank.index, time)
+    def _cost(self, seconds: float, time: float) -> float:
+        return seconds * self._fabric.fates.slowness(self.rank.index, time)
 
     def test(self) -> bool:
         """Whether the bytes are in place."""
@@ -90,7 +91,7 @@ class Receive(Ticket):
             if self._finish:
                 rank.clock = max(rank.clock, self._finish)
             else:
-                rank.clock += self._cost(parcel, rank.clock)
+                rank.clock += self._cost(parcel.load.receive + self.extra, rank.clock)
             if len(parcel.data) != len(self._data):
                 raise Truncated(
                     f"a message of {len(parcel.data)} bytes met a receive of {len(self._data)}"
@@ -103,8 +104,7 @@ class Parcel(NamedTuple):
     """A message: its bytes, what they cost, and whether they wait for the receiver's word."""
 
     data: Any
-    size: float
-    pieces: int
+    load: Load
     sent: Ticket | None  # of a message that waits: done when it has left
     tag: int = TAG
 
@@ -129,8 +129,7 @@ class Pipe:
             self._fabric.send(
                 self._src,
                 self._dest,
-                parcel.size,
-                parcel.pieces,
+                parcel.load,
                 time,
                 lambda t: self._land(t, number, parcel),
             )
@@ -166,7 +165,7 @@ class Pipe:
 
     def _spread(self, parcel: Parcel) -> float:
         src, dest = self._src.index, self._dest.index
-        return self._fabric.spread(src, dest, parcel.size, parcel.pieces)
+        return self._fabric.spread(src, dest, parcel.load)
 
     def _match(self, time: float, request: Receive, parcel: Parcel, *, new: bool = False) -> None:
         sent = parcel.sent
@@ -181,8 +180,7 @@ class Pipe:
             self._fabric.send(
                 src,
                 dest,
-                parcel.size,
-                parcel.pieces,
+                parcel.load,
                 now,
                 lambda t: self._end(t, request, parcel),
             )
