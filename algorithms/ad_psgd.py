@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Rule
-from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, copy_of
+from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm
 from relaxmpi.algorithms.sgd import SGD
 from relaxmpi.primitives import AsyncPairwise, Comm
 

@@ -45,7 +45,7 @@ class Portion:
     """One bucket of parameters, which stay where they are and are copied to it and back.
 
     Attributes:
-        flat: The numbers that the next gradient is computed at.
+        flat: The x of the algorithm's state.
     """
 
     def __init__(
@@ -72,13 +72,27 @@ class Portion:
         """Copy the parameters to a buffer."""
         for (_, p), view in zip(self.named, self._views(flat), strict=True):
             view.copy_(p.detach())
+        self.seen = self.versions()
 
     @torch.no_grad()
-    def show(self, flat: Any) -> None:
-        """Copy a buffer to the parameters."""
+    def show(self, flat: Any, by: float = 1.0) -> None:
+        """Copy a buffer to the parameters, divided."""
         for (_, p), view in zip(self.named, self._views(flat), strict=True):
-            p.copy_(view)
+            if by == 1.0:
+                p.copy_(view)
+            else:
+                torch.div(view, by, out=p)
         self.seen = self.versions()
+
+    def show_model(self) -> None:
+        """Let the parameters be where the next gradient is taken."""
+        self.show(*self.bound.model())
+
+    @property
+    def stepped_as_shown(self) -> bool:
+        """Whether the optimizer steps the parameters as they are."""
+        flat, by = self.bound.model()
+        return flat is self.bound.stepped and by == 1.0
 
     def not_finite(self, tensors: list[torch.Tensor | None]) -> str:
         """Return the name of the first parameter whose tensor has a NaN or an infinity."""
@@ -178,8 +192,7 @@ class Mixing(Engine):
         for part in self.parts:
             bound = part.bound
             bound.lr = lr
-            moved, stepped = bound.before_step(), bound.stepped
-            if not moved and stepped is part.flat:
+            if not bound.before_step() and part.stepped_as_shown:
                 continue
             if name := part.changed():
                 raise RelaxError(
@@ -188,7 +201,7 @@ class Mixing(Engine):
                     "of push-sum; restore parameters before sync.load_state_dict(), or detach "
                     "and attach again"
                 )
-            part.show(stepped)
+            part.show(bound.stepped)
         self.meter.exposed(self.comm.stats.waited - before)
 
     def after_step(self) -> None:
@@ -200,7 +213,7 @@ class Mixing(Engine):
         before = self.comm.stats.waited
         for part in self.parts:
             if part.bound.on_params() is not False:
-                part.show(part.flat)
+                part.show_model()
         self.meter.exposed(self.comm.stats.waited - before)
 
     def objection(self) -> str:
@@ -247,9 +260,8 @@ class Mixing(Engine):
         self._meet("averaged()")
         for part in self.parts:
             # The user may have changed them since the last step, or, in x, a neighbour.
-            own = part.bound.stepped is part.flat
-            if own and (self._algorithm.lockstep or part.changed()):
-                part.fetch(part.flat)
+            if part.stepped_as_shown and (self._algorithm.lockstep or part.changed()):
+                part.fetch(part.bound.stepped)
             part.show(part.bound.mean())
         self._shown = True
         try:
@@ -257,7 +269,7 @@ class Mixing(Engine):
         finally:
             self._shown = False
             for part in self.parts:
-                part.show(part.flat)
+                part.show_model()
 
     def spread(self) -> float:
         """Compare each model with the mean."""
@@ -265,7 +277,8 @@ class Mixing(Engine):
         apart = norm = 0.0
         for part in self.parts:
             mean = part.bound.mean()
-            apart += float((part.flat - mean).double().square().sum())
+            flat, by = part.bound.model()
+            apart += float((flat / by - mean).double().square().sum())
             norm += float(mean.double().square().sum())
         apart = allreduce(self.control, apart, op=MEAN, name="distance to the mean")
         return float((apart / norm) ** 0.5) if norm else 0.0
@@ -276,7 +289,7 @@ class Mixing(Engine):
         for part in self.parts:
             part.bound.quiesce()
             if not self._algorithm.lockstep:  # x has taken in what was on its way
-                part.show(part.flat)
+                part.show_model()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each bucket."""
@@ -296,14 +309,14 @@ class Mixing(Engine):
         for part in self.parts if order else []:
             part.fetch(part.flat)
             part.bound.load(buckets[part.name], resized=resized)
-            part.show(part.flat)
+            part.show_model()
 
     def end(self) -> None:
         """Fold in what is on its way."""
         self._meet("detach()")
         for part in self.parts:
             part.bound.finish()
-            part.show(part.flat)
+            part.show_model()
         for stream in (self.comm, self.control):
             stream.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from relaxmpi.algorithms.arrays import divide
 from relaxmpi.primitives import MEAN, Comm, Work, allreduce
 from relaxmpi.primitives.devices import device_of
 
@@ -72,10 +73,10 @@ class Bound:
         """The local rule: move x by the gradient that `on_grads` left in `g`."""
 
     def on_params(self) -> bool | None:
-        """What happens after the local rule: afterwards x is where the next gradient is taken.
+        """What happens after the local rule: afterwards `model` says where a gradient is taken.
 
         Returns:
-            False where x was left alone, so that nobody need copy it.
+            False where it is what the local rule has left, so that nobody need copy it.
         """
 
     @property
@@ -87,6 +88,13 @@ class Bound:
         """What may happen at any moment while a gradient is computed, to keep messages moving."""
         self.comm.progress()
 
+    def model(self) -> tuple[Any, float]:
+        """Return where the next gradient is taken: an array, and what to divide it by.
+
+        After `step` x is that. `attach`, which copies to the parameters anyway, divides as it does.
+        """
+        return self.x, 1.0
+
     def step(self, g: Any) -> None:
         """Take one step with this rank's gradient, in whose place the exchanged one is left."""
         work = self.on_grads(g)
@@ -95,6 +103,13 @@ class Bound:
         self.before_step()
         self.on_step(g)
         self.on_params()
+        self.settle()
+
+    def settle(self) -> None:
+        """Make x the model, where `model` says that it is another one."""
+        y, w = self.model()
+        if y is not self.x:
+            divide(y, w, self.x)
 
     def mean(self) -> Any:
         """Return the mean model of all ranks, which is the same everywhere; collective."""

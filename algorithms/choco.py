@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Rule
-from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, copy_of
+from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm
 from relaxmpi.algorithms.sgd import SGD
 from relaxmpi.primitives import (
     DCD,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
+from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Algorithm, Bound, Rule
 from relaxmpi.primitives import Comm
-from relaxmpi.primitives.devices import device_of
 
-__all__ = ["BoundMixing", "MixingAlgorithm", "copy_of", "divide"]
+__all__ = ["BoundMixing", "MixingAlgorithm"]
 
 
 class MixingAlgorithm(Algorithm):
@@ -56,20 +54,3 @@ class BoundMixing(Bound):
         self.finish()
         BoundMixing.load_state_dict(self, state)
         self.replace(x)
-
-
-def copy_of(x: Any) -> Any:
-    """Return a copy, of the same kind."""
-    out = device_of(x).like(x, tuple(x.shape))
-    out[...] = x
-    return out
-
-
-def divide(y: Any, w: float, out: Any) -> None:
-    """Make `out` y / w, in one pass over memory where numpy knows the numbers."""
-    flat = device_of(y).flat(y)
-    if flat.dtype == "bfloat16":
-        out[...] = y
-        out /= w
-    else:
-        np.divide(flat.data, w, out=device_of(out).flat(out).data)

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Rule
-from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, copy_of, divide
+from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm
 from relaxmpi.algorithms.osgp_async import BoundAsyncOSGP
 from relaxmpi.algorithms.sgd import SGD
 from relaxmpi.primitives import (
@@ -17,6 +18,7 @@ from relaxmpi.primitives import (
     Codec,
     Comm,
     DifferenceCompression,
+    Hierarchy,
     Identity,
     OnePeerExponential,
     Topology,
@@ -100,6 +102,11 @@ class OSGP(MixingAlgorithm):
 
         Each in-neighbour's replica of x is then sent to it in full precision.
         """
+        if self.tau and isinstance(comm, Hierarchy) and comm.size > 1:
+            raise ValueError(
+                "on a Hierarchy a push ends when all of the node have its result, so nothing "
+                f"could overlap: use SGP() there, or OSGP(tau={self.tau}) on a flat Comm"
+            )
         if self.tau is not None:
             return BoundOSGP(self, comm, x, lr, name)
         codec = None if self.codec is None else DifferenceCompression(self.codec, self.gamma)
@@ -182,12 +189,11 @@ class BoundOSGP(BoundMixing):
         return self.y
 
     def on_params(self) -> None:
-        """Push, fold in what is due, divide."""
+        """Push, and fold in what is due."""
         if self.t % self.spec.send_every == 0:
             self.flight.append((self.t, self._push()))
         while self.flight and self._due(*self.flight[0]):
             self._fold()
-        self._debias()
         self.t += 1
 
     def _push(self) -> Work[Any]:
@@ -211,9 +217,9 @@ class BoundOSGP(BoundMixing):
         self.y += dx
         self.w += dw
 
-    def _debias(self) -> None:
-        if self.y is not self.x:
-            divide(self.y, self.w[0].item(), self.x)
+    def model(self) -> tuple[Any, float]:
+        """Y / w."""
+        return self.y, 1.0 if self.spec.biased else self.w[0].item()
 
     def _land(self) -> list[tuple[int, Any, float]]:
         """Wait for all messages, and let them wait for their steps."""
@@ -235,7 +241,7 @@ class BoundOSGP(BoundMixing):
         """Fold in all messages at once."""
         while self.flight:
             self._fold()
-        self._debias()
+        self.settle()
 
     def replace(self, x: Any) -> None:
         """See `Bound`."""
@@ -257,7 +263,7 @@ class BoundOSGP(BoundMixing):
         self._land()
         self.y[...] = state["y"]
         self.w[...] = state["w"]
-        self._debias()
+        self.settle()
         self.flight = deque((t, _Arrived(copy_of(dx), dw)) for t, dx, dw in state["flight"])
         if self.codec is not None:
             self.codec.load_state_dict(state["codec"])

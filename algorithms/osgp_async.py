@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Rule
-from relaxmpi.algorithms.mixing import BoundMixing, copy_of, divide
+from relaxmpi.algorithms.mixing import BoundMixing
 from relaxmpi.primitives import SUM, AsyncPushSum, Comm, DifferenceCompression, Topology, allreduce
 
 __all__ = ["BoundAsyncOSGP"]
@@ -48,23 +49,21 @@ class BoundAsyncOSGP(BoundMixing):
         return self.y
 
     def on_params(self) -> None:
-        """Push, fold in what is there, divide."""
+        """Push, and fold in what is there."""
         if self.mix is None:
             self.mix = self._open()
         if self.t % self.send_every == 0:
             self.mix.send()
         self.mix.fold()
-        self._debias(self.mix.w)
         self.t += 1
 
-    def _debias(self, w: float) -> None:
-        if self.y is not self.x:
-            divide(self.y, w, self.x)
+    def model(self) -> tuple[Any, float]:
+        """Y / w."""
+        return self.y, 1.0 if self.y is self.x or self.mix is None else self.mix.w
 
     def _drained(self) -> dict[str, Any] | None:
         state = None if self.mix is None else self.mix.state_dict()
-        if self.mix is not None:
-            self._debias(self.mix.w)
+        self.settle()
         return state
 
     def mean(self) -> Any:
@@ -81,7 +80,7 @@ class BoundAsyncOSGP(BoundMixing):
         if self.mix is None:
             return
         self.mix.close()
-        self._debias(self.mix.w)
+        self.settle()
         self.mix = None
         self.y[...] = self.x
 
@@ -108,4 +107,4 @@ class BoundAsyncOSGP(BoundMixing):
             self.mix = self._open()
         self.mix.load_state_dict(state["mix"])
         self.y[...] = state["y"]
-        self._debias(self.mix.w)
+        self.settle()

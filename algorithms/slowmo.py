@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Algorithm, Bound
-from relaxmpi.algorithms.mixing import copy_of
 from relaxmpi.primitives import Comm, Work
 
 __all__ = ["SlowMo"]
@@ -113,6 +113,10 @@ class BoundSlowMo(Bound):
         """See `Bound`."""
         return self.inner.stepped
 
+    def model(self) -> tuple[Any, float]:
+        """See `Bound`."""
+        return self.inner.model()
+
     def on_grads(self, g: Any) -> Work[Any] | None:
         """See `Bound`."""
         return self.inner.on_grads(g)
@@ -141,7 +145,8 @@ class BoundSlowMo(Bound):
 
     def _reached(self) -> Any:
         if not self.spec.average:
-            return self.inner.x
+            y, w = self.inner.model()
+            return y / w
         self.inner.finish()
         return self.inner.mean()
 

@@ -23,6 +23,7 @@ __all__ = [
     "Note",
     "OutEdge",
     "neighbours",
+    "steps_of",
 ]
 
 HEADER = 64  # bytes, so that the numbers behind it are aligned
@@ -179,13 +180,18 @@ class InEdge:
         return InEdge(rho=self.rho, heard=self.heard, fresh=self.heard, missing=self.missing)
 
 
+def steps_of(topology: Topology, n: int) -> range:
+    """Return steps that show all edges of a topology; the first alone where there are too many."""
+    period = topology.period(n)
+    return range(period if period is not None and period <= _PERIOD else 1)
+
+
 def neighbours(topology: Topology, rank: int, n: int) -> tuple[list[int], list[int]]:
     """Return all ranks that may send to this one in some step, and those it may send to."""
-    period = topology.period(n)
-    if period is None or period > _PERIOD:
+    steps = steps_of(topology, n)
+    if topology.period(n) != len(steps):
         others = [r for r in range(n) if r != rank]
         return others, others
-    steps = range(period)
     sources = sorted({r for k in steps for r in topology.into(rank, n, k)})
     dests = sorted({r for k in steps for r in topology.out(rank, n, k)})
     return sources, dests

@@ -45,6 +45,8 @@ _UNSURE = 8  # the same, where each message may be lost and replaces those befor
 # many times what acknowledgements took so far, doubled each time.
 _AGAIN, _SOONEST, _LATEST = 4.0, 1e-3, 1.0
 
+_Plan = tuple[dict[int, float], list[int], float]
+
 
 class Options(NamedTuple):
     """What all ranks have agreed on, besides the format of x."""
@@ -67,6 +69,8 @@ class PushSumEdges(Endpoint):
         told = None if options.codec is None else options.codec.describe()
         agreed = (flat.dtype, options.topology, options.max_staleness, told, options.name)
         self._hash = crc32(repr(agreed).encode())
+        self._period = options.topology.period(comm.size)
+        self._plans: dict[int, _Plan] = {}
         sources, dests = neighbours(options.topology, comm.rank, comm.size)
         self._in = {r: InEdge() for r in sources}
         self._out = {r: OutEdge(r) for r in dests}
@@ -97,21 +101,19 @@ class PushSumEdges(Endpoint):
 
     def _sending(self, step: int) -> Flow[None]:
         self._look()
-        rank, n = self.comm.rank, self.comm.size
-        out = self._topology.out(rank, n, step)
+        out, into, alone = self._plan(step)
         given = self._allowed(out)
         if given:
             self._news = False
             w, last = self._w, next(reversed(given))
-            whole = len(given) == len(out)
-            rest = self._topology.self_weight(rank, n, step) if whole else 1 - fsum(given.values())
+            rest = alone if len(given) == len(out) else 1 - fsum(given.values())
             for peer, p in given.items():
                 keep = rest if peer == last else None
                 self._w -= self._give(self._out[peer], p, keep, w, step)
         if self._tau is not None:
             for peer in out.keys() - given.keys():
                 self._note(peer, STEP, self._out[peer].sent, step)
-        for peer in self._topology.into(rank, n, step):
+        for peer in into:
             edge = self._in[peer]
             if edge.missing is None and edge.heard < step:
                 edge.missing = self._calls
@@ -119,6 +121,18 @@ class PushSumEdges(Endpoint):
         self.step = step + 1
         return
         yield
+
+    def _plan(self, step: int) -> _Plan:
+        """Return the shares of a step, who gives here, and what is kept if all are given."""
+        when = step % self._period if self._period else step
+        plan = self._plans.get(when)
+        if plan is None:
+            where = self.comm.rank, self.comm.size, when
+            topology = self._topology
+            plan = topology.out(*where), list(topology.into(*where)), topology.self_weight(*where)
+            if self._period:
+                self._plans[when] = plan
+        return plan
 
     def _allowed(self, out: dict[int, float]) -> dict[int, float]:
         """Return the shares that can be given now."""

@@ -10,8 +10,7 @@ from zlib import crc32
 import numpy as np
 
 from relaxmpi.primitives.async_edges import HEADER, Header
-from relaxmpi.primitives.devices import Flat, device_of
-from relaxmpi.primitives.endpoint import Endpoint, agree
+from relaxmpi.primitives.endpoint import Endpoint, agree, numbers_of
 from relaxmpi.primitives.errors import MismatchError
 from relaxmpi.primitives.transport import Request
 from relaxmpi.primitives.work import Flow
@@ -79,7 +78,7 @@ class AsyncPairwise(Endpoint):
 
     def __init__(self, comm: Comm, x: Any, *, name: str = "") -> None:
         def what() -> tuple[Hashable, ...]:
-            self._flat = _checked(x, name)
+            self._flat = numbers_of(x, name)
             return (self._flat.dtype, str(self._flat.shape), name and f"name {name!r}")
 
         agree(comm, self.kind, what)
@@ -268,14 +267,3 @@ class AsyncPairwise(Endpoint):
     def _say_broken(self) -> None:
         for peer in self.peers:
             self._tell(peer, _GAVE_UP)
-
-
-def _checked(x: Any, name: str) -> Flat:
-    flat = device_of(x).flat(x)
-    if flat.device.name != "cpu" or flat.dtype not in ("float32", "float64"):
-        raise TypeError(
-            f"x must be float32 or float64 in host memory, not {flat.dtype} on {flat.device.name}"
-        )
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a string, not {type(name).__name__}")
-    return flat

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relaxmpi.primitives.async_edges import steps_of
 from relaxmpi.primitives.async_exchange import Options, PushSumEdges
-from relaxmpi.primitives.devices import Flat, device_of
 from relaxmpi.primitives.difference import DifferenceCompression
-from relaxmpi.primitives.endpoint import agree
+from relaxmpi.primitives.endpoint import agree, numbers_of
 from relaxmpi.primitives.topology import Topology
 from relaxmpi.primitives.work import Flow
 
@@ -99,9 +99,10 @@ class AsyncPushSum(PushSumEdges):
         name: str = "",
     ) -> None:
         def what() -> tuple[Hashable, ...]:
-            self._flat = _checked(x, topology, max_staleness, floor, name)
-            _check_codec(codec)
-            topology.check(comm.size)
+            self._flat = numbers_of(x, name)
+            _check(topology, max_staleness, codec, floor)
+            for step in steps_of(topology, comm.size):
+                topology.check(comm.size, step)
             told = None if codec is None else f"codec {codec.describe()}"
             words = (f"max_staleness {max_staleness}", told, f"floor {floor}")
             shape, title = str(self._flat.shape), name and f"name {name!r}"
@@ -232,26 +233,15 @@ class AsyncPushSum(PushSumEdges):
         }
 
 
-def _checked(x: Any, topology: Topology, tau: int | None, floor: float, name: str) -> Flat:
-    flat = device_of(x).flat(x)
-    if flat.device.name != "cpu" or flat.dtype not in ("float32", "float64"):
-        raise TypeError(
-            f"x must be float32 or float64 in host memory, not {flat.dtype} on {flat.device.name}"
-        )
+def _check(topology: object, tau: object, codec: object, floor: float) -> None:
     if not isinstance(topology, Topology):
         raise TypeError(f"topology must be a Topology, such as Ring(), not {topology!r}")
     if tau is not None and not (isinstance(tau, int) and tau >= 0):
         raise ValueError(f"max_staleness must be None, 0 or more steps, not {tau!r}")
-    if not 0 <= floor < 1:
-        raise ValueError(f"floor must be in [0, 1), not {floor!r}")
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a string, not {type(name).__name__}")
-    return flat
-
-
-def _check_codec(codec: object) -> None:
     if not isinstance(codec, (DifferenceCompression, type(None))):
         raise TypeError(
             "codec must be a DifferenceCompression, such as DifferenceCompression(Quantizer(8)), "
             f"not {codec!r}: what goes over the wire must add up to what was given"
         )
+    if not 0 <= floor < 1:
+        raise ValueError(f"floor must be in [0, 1), not {floor!r}")

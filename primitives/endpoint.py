@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from relaxmpi.primitives.agreement import nothing
 from relaxmpi.primitives.calls import Call
+from relaxmpi.primitives.devices import Flat, device_of
 from relaxmpi.primitives.errors import BrokenComm, PeerLeft, PeerTimeout, RelaxError
+from relaxmpi.primitives.hierarchy import Hierarchy
 from relaxmpi.primitives.primitive import door_of
 from relaxmpi.primitives.work import Flow, Work
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.world import Mailbox
 
-__all__ = ["Endpoint", "agree"]
+__all__ = ["Endpoint", "agree", "numbers_of"]
 
 T = TypeVar("T")
 
@@ -27,10 +29,24 @@ def agree(comm: Comm, kind: str, what: Callable[[], tuple[Hashable, ...]]) -> No
     """Meet all ranks; the same error on all where their arguments differ or one's are refused."""
     with door_of(comm, kind):
         try:
+            if isinstance(comm, Hierarchy):
+                raise TypeError(f"{kind} knows no nodes: pass the Comm, not its Hierarchy")
             call = Call((kind, *what()))
         except Exception as error:
             call = Call((kind,), error)
         comm.submit(call, nothing()).wait()
+
+
+def numbers_of(x: Any, name: str) -> Flat:
+    """View a buffer that an endpoint can mix, and see that the name is one."""
+    flat = device_of(x).flat(x)
+    if flat.device.name != "cpu" or flat.dtype not in ("float32", "float64"):
+        raise TypeError(
+            f"x must be float32 or float64 in host memory, not {flat.dtype} on {flat.device.name}"
+        )
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, not {type(name).__name__}")
+    return flat
 
 
 class Endpoint:

@@ -57,6 +57,15 @@ def test_char_lm(launch, n, algorithm):
     assert f"{algorithm}:" in result.stderr, "a progress bar"
 
 
+@pytest.mark.parametrize("optimizer", ["diloco"])
+def test_char_lm_with_an_optimizer_of_its_own(launch, optimizer):
+    small = "--steps 12 --width 32 --layers 1 --context 32".split()
+    result = launch(EXAMPLES / "char_lm.py", 2, "--optimizer", optimizer, *small, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"2 ranks, {optimizer}: ")
+    assert "equal on all ranks: yes" in result.stdout
+
+
 @pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (3, "qsgd4")])
 def test_cnn_lstm(launch, n, algorithm):
     pytest.importorskip("mlxtend")

@@ -260,6 +260,23 @@ def test_law_mass_is_exact_in_low_precision(tau, graph):
         assert np.abs(x - means[-1]).max() < 1.0
 
 
+def test_by_node_all_ranks_of_a_node_hold_one_model():
+    def run():
+        with rx.Comm.world() as comm, comm.by_node() as nodes:
+            x, grad = np.full(3, 10.0), pulls(comm, size=3)
+            opt = rx.SGP().bind(nodes, x, lr=0.1)
+            for _ in range(60):
+                opt.step(grad(x))
+            with pytest.raises(ValueError, match="Hierarchy"):
+                rx.OSGP(tau=1).bind(nodes, x, lr=0.1)
+            return x.copy(), opt.mean()
+
+    runs = rx.SimulatedWorld(6, ranks_per_node=2).run(run)
+    for rank, (x, mean) in enumerate(runs):
+        np.testing.assert_array_equal(x, runs[rank - rank % 2][0])
+        np.testing.assert_allclose(mean, 2.5 + 7.5 * 0.9**60, rtol=1e-12)
+
+
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="tau"):
         rx.OSGP(tau=-1)

@@ -106,9 +106,9 @@ class SimulatedMailbox:
         """See `Mailbox`."""
         if self.reliable or self._me.dead:
             return self._transport.isend(message, dest)
-        parcel = self._transport.parcel(message)._replace(sent=None)
+        parcel = self._transport.parcel(message, dest)._replace(sent=None)
         time, fabric = self._me.clock, self._fabric
-        fabric.cost(self._me, parcel.pieces * fabric.network.send_cost)
+        fabric.cost(self._me, parcel.load.send)
         inbox, arrived = self._inbox_of(dest), []
 
         def land(now: float) -> bool:
@@ -122,7 +122,7 @@ class SimulatedMailbox:
             arrived.append(now)
             return len(arrived) == 1
 
-        fabric.send(self._me, inbox.rank, parcel.size, parcel.pieces, time, land)
+        fabric.send(self._me, inbox.rank, parcel.load, time, land)
         return DONE
 
     def take(self, read: Callable[[int, Any], None]) -> bool:
