@@ -2,6 +2,7 @@
 
     mpirun -n 4 python benchmarks/training.py
     python benchmarks/training.py --lab hosts=4,latency=0.1ms,bandwidth=100Mbit
+    python benchmarks/training.py --lab hosts=4,latency=5ms,bandwidth=1Gbit --methods sgp osgp
 
 The network of examples/train_digits.py on random images, plain SGD, one thread a rank. DDP gets
 gradient views, a static graph and several bucket sizes; ratios are to its best. The methods take
@@ -121,10 +122,17 @@ def methods(comm: rx.Comm) -> dict[str, Step]:
     return {name: step for name, step in found.items() if step is not None}
 
 
-def measure(comm: rx.Comm, rounds: int, steps: int) -> dict[str, list[float]]:
+def is_wanted(name: str, wanted: list[str]) -> bool:
+    """Whether a method was asked for; what all are compared with always is."""
+    reference = name == "compute alone" or name.startswith("DDP, ")
+    asked = (name.startswith(want) or name.endswith(f" {want}") for want in wanted)
+    return not wanted or reference or any(asked)
+
+
+def measure(comm: rx.Comm, rounds: int, steps: int, wanted: list[str]) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     with gloo(comm):
-        chosen = methods(comm)
+        chosen = {name: step for name, step in methods(comm).items() if is_wanted(name, wanted)}
         for step in chosen.values():
             for _ in range(3):
                 step()
@@ -173,15 +181,17 @@ def main() -> int:
     parser.add_argument("--lab", help="such as hosts=4,latency=0.1ms,bandwidth=100Mbit")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="of each method, each round")
+    parser.add_argument("--methods", nargs="+", default=[], help="beside DDP; default: all")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.lab:
         rest = ["--rounds", str(given.rounds), "--steps", str(given.steps)]
+        rest += ["--methods", *given.methods] if given.methods else []
         return in_lab(
             __file__, given.lab, rest + (["--json", str(given.json)] if given.json else [])
         )
     comm = rx.Comm.world()
-    taken = measure(comm, given.rounds, given.steps)
+    taken = measure(comm, given.rounds, given.steps, given.methods)
     if comm.rank == 0:
         report(taken, comm.size, given.json)
     return 0

@@ -107,8 +107,19 @@ def test_modules_that_differ_become_their_mean(tmp_path):
 @pytest.mark.parametrize(("old", "new"), [(2, 3), (1, 2), (3, 1)])
 @pytest.mark.parametrize(
     "spec",
-    [rx.QSGD(codec=rx.OneBit(), feedback=True), rx.DiLoCo(every=3), rx.LocalSGD(every=2)],
-    ids=["sign", "diloco", "local sgd"],
+    [
+        rx.QSGD(codec=rx.OneBit(), feedback=True),
+        rx.DiLoCo(every=2),
+        rx.LocalSGD(every=2),
+        rx.OSGP(tau=2),
+        rx.OSGP(tau=None),
+        rx.ADPSGD(),
+        rx.Decentralized(order=rx.Order.COMBINE_WHILE_ADAPT),
+        rx.Choco(),
+        rx.LowPrecisionDecentralized(),
+        rx.SlowMo(rx.OSGP(tau=1), every=3),
+    ],
+    ids=lambda spec: type(spec).__name__,
 )
 def test_an_attached_loop_goes_on_with_another_number_of_ranks(spec, old, new, tmp_path):
     def program(load):
@@ -118,9 +129,10 @@ def test_an_attached_loop_goes_on_with_another_number_of_ranks(spec, old, new, t
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             with rx.attach(model, optimizer, spec, comm=comm, bucket_bytes=8) as sync:
                 things = {"model": model, "optimizer": optimizer, "sync": sync}
+                begun = None
                 if load:
                     rx.load(tmp_path, comm, **things)
-                    start = model.weight.detach().clone()
+                    begun = model.weight.detach().clone()
                 for t in range(4):
                     optimizer.zero_grad()
                     torch.manual_seed(t + 10 * comm.rank)
@@ -128,10 +140,20 @@ def test_an_attached_loop_goes_on_with_another_number_of_ranks(spec, old, new, t
                     optimizer.step()
                 if not load:
                     rx.save(tmp_path, comm, **things)
-            return start if load else model.weight.detach()
+                with sync.averaged():
+                    mean = model.weight.detach().clone()
+                spread = sync.spread()
+            return begun, mean, model.weight.detach(), spread
 
     before = rx.SimulatedWorld(old).run(program, False)
     after = rx.SimulatedWorld(new).run(program, True)
-    if isinstance(spec, rx.QSGD):
-        assert all(torch.equal(x, before[0]) for x in after)
-    assert all(torch.equal(x, after[0]) for x in after)
+    common = isinstance(spec, (rx.QSGD, rx.DiLoCo, rx.LocalSGD))
+    for begun, mean, end, spread in after:
+        if old > 1 and not isinstance(spec, (rx.OSGP, rx.SlowMo)):  # there x / w, not y / w
+            np.testing.assert_allclose(begun, before[0][1], rtol=0, atol=1e-6)
+        assert torch.equal(begun, after[0][0]), "all begin with the mean"
+        assert torch.equal(mean, after[0][1])
+        assert mean.isfinite().all()
+        assert not torch.equal(mean, begun), "it goes on"
+        assert spread < 1e-6 or not common
+        assert torch.equal(end, after[0][2]) or not common
