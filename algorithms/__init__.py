@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from relaxmpi.algorithms.adamw import AdamW
     from relaxmpi.algorithms.attach_ddp import DDPHook, ddp_hook
     from relaxmpi.algorithms.attach_flags import NonFinite
     from relaxmpi.algorithms.attach_stats import SyncStats
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "QSGD",
     "SGD",
+    "AdamW",
     "Algorithm",
     "Bound",
     "ByteGrad",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "AdamW": "adamw",
     "Algorithm": "base",
     "Bound": "base",
     "ByteGrad": "qsgd",

@@ -16,7 +16,8 @@ _HOME = {
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),
     "relaxmpi.algorithms": (
-        "Algorithm Bound Rule Local SGD QSGD ByteGrad attach Sync SyncStats NonFinite ddp_hook DDPHook"
+        "Algorithm Bound Rule Local SGD AdamW QSGD ByteGrad "
+        "attach Sync SyncStats NonFinite ddp_hook DDPHook"
     ).split(),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
