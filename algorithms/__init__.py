@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from relaxmpi.algorithms.attach_sync import Sync
     from relaxmpi.algorithms.attach_torch import attach
     from relaxmpi.algorithms.base import Algorithm, Bound, Local, Rule
+    from relaxmpi.algorithms.freezing import VarianceRatio
+    from relaxmpi.algorithms.onebit_adam import OneBitAdam
     from relaxmpi.algorithms.qsgd import QSGD, ByteGrad
     from relaxmpi.algorithms.sgd import SGD
 
@@ -27,9 +29,11 @@ __all__ = [
     "DDPHook",
     "Local",
     "NonFinite",
+    "OneBitAdam",
     "Rule",
     "Sync",
     "SyncStats",
+    "VarianceRatio",
     "attach",
     "ddp_hook",
 ]
@@ -45,6 +49,8 @@ _HOME = {
     "Rule": "base",
     "SGD": "sgd",
     "NonFinite": "attach_flags",
+    "OneBitAdam": "onebit_adam",
+    "VarianceRatio": "freezing",
     "Sync": "attach_sync",
     "SyncStats": "attach_stats",
     "attach": "attach_torch",

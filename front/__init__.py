@@ -16,7 +16,7 @@ _HOME = {
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),
     "relaxmpi.algorithms": (
-        "Algorithm Bound Rule Local SGD AdamW QSGD ByteGrad "
+        "Algorithm Bound Rule Local SGD AdamW OneBitAdam VarianceRatio QSGD ByteGrad "
         "attach Sync SyncStats NonFinite ddp_hook DDPHook"
     ).split(),
 }

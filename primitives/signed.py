@@ -1,9 +1,9 @@
 """The mean of momenta over the ranks as signs, in such a way that a step can still be left out.
 
-The same moves and bytes as `allreduce(op=MEAN, codec=ErrorFeedback(OneBit()))`, which is the oracle.
-There the residuals change while the exchange runs and the result is decoded in place; here momenta
-are made while they are encoded, what arrives stays encoded, and nothing else changes until the
-caller moves the parameters, in one pass over memory with the feedback and the new momentum.
+The moves and bytes are those of `allreduce(op=MEAN, codec=ErrorFeedback(OneBit()))`, the oracle.
+There residuals change while the exchange runs and the result is decoded in place; here momenta are
+made while they are encoded, what arrives stays encoded, and nothing else changes until the caller
+moves the parameters, in one pass over memory with the feedback and the new momentum.
 """
 
 from __future__ import annotations
