@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from relaxmpi.algorithms.adamw import AdamW
     from relaxmpi.algorithms.attach_ddp import DDPHook, ddp_hook
     from relaxmpi.algorithms.attach_flags import NonFinite
+    from relaxmpi.algorithms.attach_onebit import OneBitAdamOptimizer
     from relaxmpi.algorithms.attach_stats import SyncStats
     from relaxmpi.algorithms.attach_sync import Sync
     from relaxmpi.algorithms.attach_torch import attach
@@ -30,6 +31,7 @@ __all__ = [
     "Local",
     "NonFinite",
     "OneBitAdam",
+    "OneBitAdamOptimizer",
     "Rule",
     "Sync",
     "SyncStats",
@@ -50,6 +52,7 @@ _HOME = {
     "SGD": "sgd",
     "NonFinite": "attach_flags",
     "OneBitAdam": "onebit_adam",
+    "OneBitAdamOptimizer": "attach_onebit",
     "VarianceRatio": "freezing",
     "Sync": "attach_sync",
     "SyncStats": "attach_stats",

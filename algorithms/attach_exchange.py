@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from itertools import cycle
+from typing import Any
 from zlib import crc32
 
 import numpy as np
 import torch
 from torch import nn
 
-from relaxmpi.algorithms.attach_bucket import Part, Slot
+from relaxmpi.algorithms.attach_bucket import OwnRule, Part, Slot
 from relaxmpi.algorithms.attach_flags import Facts, Flags, NonFinite
 from relaxmpi.algorithms.attach_model import Watch, broadcast_bytes, settings
 from relaxmpi.algorithms.attach_stats import Meter
-from relaxmpi.algorithms.base import Algorithm
+from relaxmpi.algorithms.base import Algorithm, Bound
 from relaxmpi.primitives import Comm, NonFiniteError, RelaxError, broadcast, buckets_of
 
 __all__ = ["Exchange"]
@@ -61,7 +62,9 @@ class Exchange:
         self.comm, self.nonfinite = comm, nonfinite
         self.control = Comm.dup(comm)
         self._optimizer, self._algorithm = optimizer, algorithm
-        self._limits, self._overlap = limits, overlap
+        self._own_rule = optimizer if isinstance(optimizer, OwnRule) else None
+        self._limits = limits
+        self._overlap = overlap and (self._own_rule is None or self._own_rule.overlaps)
         self._watch = Watch(model, optimizer)
         # Backwards: what is not used in the first step probably becomes ready in this order.
         named = self._watch.trained[::-1]
@@ -110,7 +113,8 @@ class Exchange:
         """Make the buckets; collective, with the same order on all ranks."""
         slots = [self.slots[i] for i in order]
         sizes = [s.param.numel() * s.param.element_size() for s in slots]
-        kinds = [(s.param.dtype, s.param.device) for s in slots]
+        kind = self._own_rule.kind if self._own_rule else lambda _: None
+        kinds = [(s.param.dtype, s.param.device, kind(s.param)) for s in slots]
         limit, first = self._limits
         groups = buckets_of(sizes, limit, kinds=kinds, first=first)
         for _ in groups[len(self._streams) : _STREAMS]:
@@ -118,10 +122,15 @@ class Exchange:
             stream.rehearsed, stream.mark = True, self.comm.mark
             self._streams.append(stream)
         self.parts = [
-            Part([slots[i] for i in group], self._algorithm, stream, f"bucket {b}")
+            Part([slots[i] for i in group], self._bind, stream, f"bucket {b}")
             for b, (group, stream) in enumerate(zip(groups, cycle(self._streams)))
         ]
         self.order = order
+
+    def _bind(self, comm: Comm, params: list[Any], flat: Any, name: str) -> Bound:
+        if self._own_rule is not None:
+            return self._own_rule.bucket(comm, params, flat, name)
+        return self._algorithm.bind(comm, None, lr=0.0, name=name)
 
     def _first_order(self) -> list[int]:
         """Return the order in which gradients became ready on rank 0, the unused ones last."""
@@ -225,7 +234,19 @@ class Exchange:
         if facts.culprit is not None and self.nonfinite is NonFinite.SKIP:
             for slot in self.slots:
                 slot.param.grad = None
+        if self._own_rule is not None:
+            self._own_rule.exchanged(self._ready(facts))
         self.close_window()
+
+    def _ready(self, facts: Facts) -> list[tuple[Any, Any, bool]]:
+        """What an optimizer that is the algorithm's own rule must know in its step."""
+        ready = list[tuple[Any, Any, bool]]()
+        for part in self.parts:
+            bound: Any = part.bound
+            for slot, segment in zip(part.slots, bound.segments, strict=True):
+                segment.used = bool(facts.used[slot.index])
+            ready.append((bound, part.flat, facts.culprit is None and part.touched))
+        return ready
 
     def close_window(self) -> None:
         """End a window in which everything was exchanged."""

@@ -111,3 +111,7 @@ class Algorithm(ABC):
     def own_rule(self) -> str:
         """The settings of the local rule that differ from plain descent, in words."""
         return ""
+
+    def refuses(self, optimizer: Any) -> str:
+        """Say why it cannot be attached to this optimizer, and what to do; empty if it can."""
+        return ""

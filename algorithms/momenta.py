@@ -105,7 +105,7 @@ class SpelledOut:
     ) -> Work[Any]:
         """See `Momenta`."""
         self._device.kernels.gather_momentum(g, m, self.live.at, self.live.source, mix)
-        self._front, self._before = g[: self.live.count], self._memory.state_dict()
+        self._front, self._before = g[: self.live.size], self._memory.state_dict()
         how: dict[str, Any] = {"op": MEAN, "codec": self._memory, "name": name, "step": step}
         if late is None:
             return allreduce.start(comm, self._front, **how)

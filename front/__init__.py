@@ -16,7 +16,8 @@ _HOME = {
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),
     "relaxmpi.algorithms": (
-        "Algorithm Bound Rule Local SGD AdamW OneBitAdam VarianceRatio QSGD ByteGrad "
+        "Algorithm Bound Rule Local SGD QSGD ByteGrad "
+        "AdamW OneBitAdam OneBitAdamOptimizer VarianceRatio "
         "attach Sync SyncStats NonFinite ddp_hook DDPHook"
     ).split(),
 }

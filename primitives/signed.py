@@ -51,7 +51,7 @@ class Live(NamedTuple):
         return cls(np.concatenate([np.zeros(1, np.int64), np.cumsum(end - source)]), source)
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         """How many there are."""
         return int(self.at[-1])
 
@@ -77,7 +77,7 @@ class SignedMean:
     def __init__(self, codec: OneBit, live: Live, dtype: str, device: Device) -> None:
         self.codec, self.live = codec, live
         self._dtype, self._device = dtype, device
-        self.e = device.zeros(live.count, dtype)
+        self.e = device.zeros(live.size, dtype)
         self._owner: dict[tuple[int, int], list[Any]] = {}
         self.own: dict[tuple[int, int], Any] = {}
         self._sums: dict[tuple[int, int], Any] = {}
@@ -140,7 +140,7 @@ class SignedMean:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of this rank's residuals, as `ErrorFeedback` does."""
-        worker = {("worker", 0, self.live.count): self.e.copy()}
+        worker = {("worker", 0, self.live.size): self.e.copy()}
         owner = {("owner", lo, hi): pair[0].copy() for (lo, hi), pair in self._owner.items()}
         return {"residuals": worker | owner}
 
@@ -166,7 +166,7 @@ def signed_mean(
         mix: A number of the type of g.
         name: See `allreduce`.
     """
-    flat, codec, count = device_of(g).flat(g), memory.codec, memory.live.count
+    flat, codec, count = device_of(g).flat(g), memory.codec, memory.live.size
     told = (flat.dtype, str(flat.shape), f"{count} of them live", codec.describe(), name)
 
     def flow() -> Flow[None]:
