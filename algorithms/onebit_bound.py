@@ -188,6 +188,7 @@ class BoundOneBitAdam(Bound):
     def _freeze(self) -> None:
         for s in self.segments:
             s.late = not self.v[s.lo : s.hi].any()
+        self.comm.free_scratch()  # that of gradients in full precision
         self._let_travel()
         for s in self.segments:
             if not s.late:

@@ -211,12 +211,15 @@ class _Signs(Coded):
         )
         return payload
 
+    def total(self, out: Any) -> Any:
+        """Add up where the owner's next residual will be."""
+        return self._held.owner(self._chunk(out))[1]
+
     def repack(self, total: Any, lo: int, hi: int) -> Any:
-        """Encode as the owner, whose next residual is not yet valid."""
+        """Encode as the owner: what it owes and the total change places, and so nothing is lost."""
         chunk = (lo + self._begin, hi + self._begin)
-        payload, (owed, owing) = self._held.sum(chunk), self._held.owner(chunk)
-        self._device.copy(owing, owed)
-        self._codec.encode_feedback(total, owing, payload)
+        payload = self._held.sum(chunk)
+        self._codec.encode_feedback(self._held.owner(chunk)[0], total, payload)
         return payload
 
     def _chunk(self, out: Any) -> tuple[int, int]:

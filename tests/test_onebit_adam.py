@@ -320,8 +320,7 @@ def test_by_node_compresses_between_nodes_only(comm):
             return np.concatenate([x, opt.m])
 
     run(comm)
-    network = rx.Network(ranks_per_node=2)
-    seen = rx.SimulatedWorld(4, network=network).run(lambda: run(rx.Comm.world()))
+    seen = rx.SimulatedWorld(4, ranks_per_node=2).run(lambda: run(rx.Comm.world()))
     pairs = [np.mean([gradients(r, 6, 1001) for r in (a, a + 1)], axis=0) for a in (0, 2)]
 
     def alone(world):
