@@ -263,6 +263,8 @@ class BoundOneBitAdam(Bound):
             return
         self._let_travel()
         assert self.momenta is not None
+        if not self.momenta.live.size:
+            raise ValueError("there is no variance yet: load the state of the optimizer first")
         if state["layout"] == self._layout:
             self.momenta.load_state_dict(state["owed"])
         else:
