@@ -81,6 +81,7 @@ class BoundOneBitAdam(Bound):
         self._norms: list[float] = []
         self.g: Any = None
         self._late: Any = None
+        self._mix: Any = None
 
     def on_grads(self, g: Any) -> Work[Any]:
         """Start to average gradients, or momenta."""
@@ -96,8 +97,9 @@ class BoundOneBitAdam(Bound):
                         data[s.lo : s.hi] += data.dtype.type(rule.weight_decay) * x
         late = [data[s.lo : s.hi] for s in self.segments if s.late]
         self._late = np.concatenate(late) if late else None
-        mix = self._rates(1, 1).mix
-        return self.momenta.start(self.comm, data, self.m, mix, self._late, self.name, self.age)
+        self._mix = self._rates(1, 1).mix  # with which momenta are made a second time
+        given = (data, self.m, self._mix, self._late, self.name, self.age)
+        return self.momenta.start(self.comm, *given)
 
     def on_step(self, g: Any) -> None:
         """Take the step, unless a gradient was not finite."""
@@ -152,7 +154,8 @@ class BoundOneBitAdam(Bound):
                 begin = end
                 continue
             s.t += 1
-            rates, live = self._rates(s.t, s.updates), momenta.live
+            rates = self._rates(s.t, s.updates)._replace(mix=self._mix)
+            live = momenta.live
             places = (live.before(s.lo), live.before(s.hi))
             with s.numbers() as x:
                 if len(s.idle) and rates.decay != 1:

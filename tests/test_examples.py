@@ -42,11 +42,14 @@ def test_train_digits(launch, n, algorithm):
     assert f"{algorithm}:" in result.stderr, "a progress bar"
 
 
-@pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (2, "qsgd8"), (3, "sign")])
+@pytest.mark.parametrize(
+    ("n", "algorithm"), [(1, "sgd"), (2, "qsgd8"), (3, "sign"), (1, "onebit"), (2, "onebit")]
+)
 def test_char_lm(launch, n, algorithm):
     small = "--steps 12 --width 32 --layers 1 --context 32".split()
     script = EXAMPLES / "char_lm.py"
-    result = launch(script, n, "--algorithm", algorithm, *small, timeout=120)
+    option = "--optimizer" if algorithm == "onebit" else "--algorithm"
+    result = launch(script, n, option, algorithm, *small, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"{n} ranks, {algorithm}: "), "rank 0 alone prints"
     assert "equal on all ranks: yes" in result.stdout
