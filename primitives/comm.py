@@ -422,6 +422,12 @@ class Comm:
             held = self._scratch[key] = device.empty(count, dtype)
         return held[:count]
 
+    def free_scratch(self) -> None:
+        """Let go of that memory, where calls to come need less."""
+        self._scratch.clear()
+        for part in self._parts:
+            part.free_scratch()
+
     def next_step(self, name: str) -> int:
         """Count a call of this name: the default step of a codec's random numbers."""
         step = self.steps[name]

@@ -19,8 +19,10 @@ SPECS = {
     "sign": rx.QSGD(codec=rx.OneBit(), feedback=True, rule=MOMENTUM),
     "bytegrad": rx.ByteGrad(),
     "top-k": rx.QSGD(codec=rx.TopK(0.1), feedback=True),
+    "adamw": rx.AdamW(),
+    "1-bit adam": rx.OneBitAdam(freeze=5),
     "local sgd": rx.LocalSGD(every=4, start=2, rule=MOMENTUM),
-    "diloco": rx.DiLoCo(every=4, rule=MOMENTUM),
+    "diloco": rx.DiLoCo(every=4, rule=rx.AdamW()),
     "diloco on its way": rx.DiLoCo(
         every=3, delay=2, alpha=0.5, codec=rx.Quantizer(bits=4), feedback=True
     ),
@@ -122,6 +124,7 @@ ATTACHED = {
     "sgd": rx.SGD(),
     "qsgd4": rx.QSGD(bits=4),
     "sign": rx.QSGD(codec=rx.OneBit(), feedback=True),
+    "1-bit adam": rx.OneBitAdam(freeze=3),
     "osgp": rx.OSGP(tau=2),
     "choco": rx.Choco(),
     "local sgd": rx.LocalSGD(every=3, start=1),
@@ -137,20 +140,26 @@ class Training:
         self.model = torch.nn.Sequential(
             torch.nn.Linear(12, 9), torch.nn.BatchNorm1d(9), torch.nn.Tanh(), torch.nn.Linear(9, 4)
         )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        onebit = isinstance(spec, rx.OneBitAdam)
+        parameters = self.model.parameters()
+        self.optimizer = (
+            rx.OneBitAdamOptimizer(parameters, spec, comm=comm, lr=0.01)
+            if onebit
+            else torch.optim.AdamW(parameters, lr=0.01)
+        )
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 5, 5], 0.5)
         self.sync = rx.attach(
             self.model, self.optimizer, spec, comm=comm, bucket_bytes=200, first_bucket_bytes=100
         )
         self.places = torch.Generator().manual_seed(seed + comm.rank)
         self.numpy, self.python = np.random.default_rng(seed), random.Random(seed)
-        self.mixes = spec.mixes
+        self.weighs = not (spec.mixes or onebit)
 
     def things(self):
         return vars(self)
 
     def step(self):
-        if not self.mixes:
+        if self.weighs:
             self.sync.weight = 1.0 + self.python.random()
         self.optimizer.zero_grad()
         x = torch.randn(6, 12, generator=self.places) + self.numpy.standard_normal()
