@@ -259,6 +259,7 @@ class Mixing(Engine):
             raise RelaxError("averaged() inside averaged()")
         self._meet("averaged()")
         for part in self.parts:
+            part.bound.quiesce()
             # The user may have changed them since the last step, or, in x, a neighbour.
             if part.stepped_as_shown and (self._algorithm.lockstep or part.changed()):
                 part.fetch(part.bound.stepped)
@@ -307,6 +308,7 @@ class Mixing(Engine):
                 "bucket sizes"
             )
         for part in self.parts if order else []:
+            part.bound.quiesce()  # it may still read x
             part.fetch(part.flat)
             part.bound.load(buckets[part.name], resized=resized)
             part.show_model()

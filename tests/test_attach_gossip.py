@@ -18,6 +18,7 @@ SPECS = {
     "cta": rx.Decentralized(rx.Ring(), rx.Order.COMBINE_WHILE_ADAPT),
     "osgp, 8 bits": rx.OSGP(tau=1, codec=rx.MinMaxUInt8()),
     "choco": rx.Choco(rx.Quantizer(bits=4)),
+    "choco, later": rx.Choco(rx.Quantizer(bits=4), order=rx.Order.COMBINE_WHILE_ADAPT),
     "ring, 8 bits": rx.LowPrecisionDecentralized(),
     "slowmo": rx.SlowMo(rx.OSGP(tau=1), every=3),
     "slowmo, cta": rx.SlowMo(
