@@ -33,7 +33,7 @@ from relaxmpi.primitives.simulation.network import BATCH
 
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24}
 MARKS = "<!-- results -->", "<!-- end of results -->"
-BUDGET = 1.5  # seconds for each case, about
+BUDGET = 0.8  # seconds for each case, about
 CALLS = (5, 200)
 CROWDED = 1 / 4  # from this share of processors on, a row says more of them than of the network
 

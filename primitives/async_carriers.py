@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -11,7 +11,23 @@ from relaxmpi.primitives.codecs import Codec, Key
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.ops import Op
 
-__all__ = ["Carrier", "Differences", "Shares", "Sums"]
+__all__ = ["Carrier", "Differences", "Share", "Shares", "Sums"]
+
+
+class Share(NamedTuple):
+    """What is given on one edge in one step.
+
+    Attributes:
+        p: The share of x that the topology says.
+        w: The weight that goes with it.
+        held: The weight of x now.
+        keep: With the last one of a step: the part of x that is left; None before.
+    """
+
+    p: float
+    w: float
+    held: float
+    keep: float | None
 
 
 class Carrier(Protocol):
@@ -27,17 +43,17 @@ class Carrier(Protocol):
     nbytes: int
     replaces: bool
 
-    def give(self, edge: OutEdge, x: Any, p: float, payload: Any, keep: float | None) -> float:
-        """Put the share p of `x` on an edge; return the part of the weight that goes with it.
+    def part(self, p: float) -> float:
+        """Return which part of x and w is given where the topology says p."""
 
-        With the last one of a step, `keep` is the part of `x` that is left.
-        """
+    def give(self, edge: OutEdge, x: Any, share: Share, payload: Any) -> None:
+        """Put a share of `x` on an edge."""
 
     def again(self, edge: OutEdge, payload: Any) -> None:
         """Fill the payload of the edge's newest message once more."""
 
-    def take(self, edge: InEdge, payload: Any, into: Any, p: float) -> None:
-        """Add to `into` what a message brings; `p` is the share that its sender gave."""
+    def take(self, edge: InEdge, payload: Any, into: Any, w: float) -> None:
+        """Add to `into` what a message brings, with the weight that its header says."""
 
     def level(self, edge: OutEdge | InEdge) -> None:
         """Begin anew on an edge on which nothing is under way."""
@@ -57,20 +73,23 @@ class Shares:
     def __init__(self, device: Device, x: Any) -> None:
         self._device, self._dtype, self.nbytes = device, x.dtype, x.nbytes
 
-    def give(self, edge: OutEdge, x: Any, p: float, payload: Any, keep: float | None) -> float:
+    def part(self, p: float) -> float:
+        """See `Carrier`."""
+        return p
+
+    def give(self, edge: OutEdge, x: Any, share: Share, payload: Any) -> None:
         """See `Carrier`."""
         kernels, numbers = self._device.kernels, payload.view(self._dtype)
-        if keep is None:
-            kernels.scaled(x, p, numbers)
+        if share.keep is None:
+            kernels.scaled(x, share.p, numbers)
         else:
-            kernels.share(x, keep, p, numbers)
-        return p
+            kernels.share(x, share.keep, share.p, numbers)
 
     def again(self, edge: OutEdge, payload: Any) -> None:
         """Nothing is ever sent again."""
         raise NotImplementedError
 
-    def take(self, edge: InEdge, payload: Any, into: Any, p: float) -> None:
+    def take(self, edge: InEdge, payload: Any, into: Any, w: float) -> None:
         """See `Carrier`."""
         self._device.reduce(Op.SUM, into, payload.view(self._dtype), into)
 
@@ -97,21 +116,24 @@ class Sums:
     def __init__(self, x: Any) -> None:
         self._count, self._dtype, self.nbytes = len(x), x.dtype, 8 * len(x)
 
-    def give(self, edge: OutEdge, x: Any, p: float, payload: Any, keep: float | None) -> float:
+    def part(self, p: float) -> float:
+        """See `Carrier`."""
+        return p
+
+    def give(self, edge: OutEdge, x: Any, share: Share, payload: Any) -> None:
         """See `Carrier`."""
         if edge.phi is None:
             edge.phi = np.zeros(self._count)
-        edge.phi += x * self._dtype.type(p)
-        if keep is not None:
-            x *= self._dtype.type(keep)
+        edge.phi += x * self._dtype.type(share.p)
+        if share.keep is not None:
+            x *= self._dtype.type(share.keep)
         self.again(edge, payload)
-        return p
 
     def again(self, edge: OutEdge, payload: Any) -> None:
         """See `Carrier`."""
         payload.view(np.float64)[:] = edge.phi
 
-    def take(self, edge: InEdge, payload: Any, into: Any, p: float) -> None:
+    def take(self, edge: InEdge, payload: Any, into: Any, w: float) -> None:
         """See `Carrier`."""
         phi = payload.view(np.float64)
         if edge.rho is None:
@@ -135,12 +157,13 @@ class Sums:
 
 
 class Differences:
-    """Coded differences to a replica of x that both ends of an edge keep.
+    """Coded differences to a replica h of z = x / w that both ends of an edge keep.
 
-    q = C(x - h), h += q at both ends, and what is given is gamma p h: the sender takes away the
-    very number that the receiver adds, so the mass is exact whatever the codec does, and C never
-    sees x itself, only how far the replica lags behind (as in CHOCO-SGD, Koloskova, Stich and
-    Jaggi 2019). Every message is needed, in order.
+    q = C(z - h), h += q at both ends; what is given is the weight gamma p w and, of x, that
+    weight times h: the sender takes away the very number that the receiver adds, so the mass is
+    exact whatever the codec does. C sees only how far the replica lags behind, as in CHOCO-SGD
+    (Koloskova, Stich and Jaggi 2019); and the replica is one of z, not of x, because the weights
+    of ranks that run freely go up and down, and x with them. Every message is needed, in order.
     """
 
     form, replaces = 3, False
@@ -151,16 +174,19 @@ class Differences:
         self.nbytes = codec.nbytes(len(x), x.dtype)
         self._change = np.empty_like(x)
 
-    def give(self, edge: OutEdge, x: Any, p: float, payload: Any, keep: float | None) -> float:
+    def part(self, p: float) -> float:
+        """See `Carrier`."""
+        return self._gamma * p
+
+    def give(self, edge: OutEdge, x: Any, share: Share, payload: Any) -> None:
         """See `Carrier`."""
         if edge.phi is None:
             edge.phi = np.zeros(self._count, self._dtype)
-        self._kernels.subtract(x, edge.phi, self._change)
+        self._kernels.pair(x, 1.0 / share.held, edge.phi, -1.0, self._change)
         key = self._key._replace(step=edge.step, site=edge.peer % 256)
         self._codec.encode(self._change, payload, key=key)
         self._follow(edge.phi, payload)
-        self._kernels.mix(x, edge.phi, -self._gamma * p, x)
-        return self._gamma * p
+        self._kernels.mix(x, edge.phi, -share.w, x)
 
     def _follow(self, replica: Any, payload: Any) -> None:
         self._codec.decode(payload, self._change)
@@ -170,12 +196,12 @@ class Differences:
         """The message itself is sent again."""
         raise NotImplementedError
 
-    def take(self, edge: InEdge, payload: Any, into: Any, p: float) -> None:
+    def take(self, edge: InEdge, payload: Any, into: Any, w: float) -> None:
         """See `Carrier`."""
         if edge.rho is None:
             edge.rho = np.zeros(self._count, self._dtype)
         self._follow(edge.rho, payload)
-        self._kernels.mix(into, edge.rho, self._gamma * p, into)
+        self._kernels.mix(into, edge.rho, w, into)
 
     def level(self, edge: OutEdge | InEdge) -> None:
         """The replicas at both ends are equal, and stay."""

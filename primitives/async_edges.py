@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 HEADER = 64  # bytes, so that the numbers behind it are aligned
-_HEADER = struct.Struct("<4sHHiqqqddQ")
+_HEADER = struct.Struct("<4sHHiqqqdQ")
 _PERIOD = 64  # steps of a schedule that are looked at to find all edges
 _MAGIC = b"rxps"
 _VERSION = 1
@@ -45,7 +45,6 @@ class Header(NamedTuple):
         stamp: Number of the message on its edge, from 1.
         step: The sender's step.
         length: How many numbers.
-        p: The share that was given.
         w: Weight: of this share, or the sum of all shares so far.
         name: Hash of what the ranks agreed on.
     """
@@ -55,7 +54,6 @@ class Header(NamedTuple):
     stamp: int
     step: int
     length: int
-    p: float
     w: float
     name: int
 

@@ -10,7 +10,7 @@ from zlib import crc32
 import numpy as np
 
 from relaxmpi.primitives.agreement import nothing
-from relaxmpi.primitives.async_carriers import Carrier, Differences, Shares, Sums
+from relaxmpi.primitives.async_carriers import Carrier, Differences, Share, Shares, Sums
 from relaxmpi.primitives.async_edges import (
     ACK,
     GAVE_UP,
@@ -26,12 +26,12 @@ from relaxmpi.primitives.async_edges import (
 )
 from relaxmpi.primitives.async_stats import AsyncStats
 from relaxmpi.primitives.codecs import Key
-from relaxmpi.primitives.devices import Flat
+from relaxmpi.primitives.devices import Device, Flat
 from relaxmpi.primitives.difference import DifferenceCompression
 from relaxmpi.primitives.endpoint import Endpoint
 from relaxmpi.primitives.errors import MismatchError
 from relaxmpi.primitives.topology import Topology
-from relaxmpi.primitives.transport import Request
+from relaxmpi.primitives.transport import Every, Request
 from relaxmpi.primitives.work import Flow
 
 if TYPE_CHECKING:
@@ -96,6 +96,21 @@ class PushSumEdges(Endpoint):
         super().__init__(comm, options.name, HEADER + lossless.nbytes, (sources, dests), _RING)
         sums = options.codec is None and not self._box.reliable
         self._carrier: Carrier = Sums(self._x) if sums else lossless
+        if options.codec is not None and self._box.reliable:
+            self._open = False  # messages of a peer may be here before its replica is
+            self._collective("replicas", self._replicas(flat.device))
+
+    def _replicas(self, device: Device) -> Flow[None]:
+        """Let all replicas be what x is now, or the first messages would code x as a whole."""
+        transport, moving = self.comm.transport(device), list[Request]()
+        for peer, into in self._in.items() if len(self._x) else ():
+            into.rho = np.empty_like(self._x)
+            moving.append(transport.irecv(into.rho, peer))
+        for peer, out in self._out.items() if len(self._x) else ():
+            out.phi = self._x.copy()
+            moving.append(transport.isend(out.phi, peer))
+        yield Every(moving)
+        self._open = True
 
     # --------------------------------------------------------------------------- giving
 
@@ -109,7 +124,7 @@ class PushSumEdges(Endpoint):
             rest = alone if len(given) == len(out) else 1 - fsum(given.values())
             for peer, p in given.items():
                 keep = rest if peer == last else None
-                self._w -= self._give(self._out[peer], p, keep, w, step)
+                self._give(self._out[peer], p, keep, w, step)
         if self._tau is not None:
             for peer in out.keys() - given.keys():
                 self._note(peer, STEP, self._out[peer].sent, step)
@@ -155,26 +170,27 @@ class PushSumEdges(Endpoint):
             self._spare.append(edge.flying.popleft().message)  # lost, most likely
         return len(edge.flying) < _UNSURE
 
-    def _give(self, edge: OutEdge, p: float, keep: float | None, w: float, step: int) -> float:
-        """Send the share p of x and w; return the weight that has gone."""
+    def _give(self, edge: OutEdge, p: float, keep: float | None, w: float, step: int) -> None:
+        """Send the share p of x and of w, which this rank held when the step began."""
         message = self._message()
         edge.step, edge.patience = step, self._again
-        given = self._carrier.give(edge, self._x, p, message[HEADER:], keep) * w
-        edge.given += given
+        share = Share(p, self._carrier.part(p) * w, self._w, keep)
+        self._carrier.give(edge, self._x, share, message[HEADER:])
+        self._w -= share.w
+        edge.given += share.w
         edge.sent += 1
-        self._post(edge, message, p, given)
-        return given
+        self._post(edge, message, share.w)
 
     def _message(self) -> Any:
         """Return room for a message."""
         spare = self._spare
         return spare.pop() if spare else np.empty(HEADER + self._carrier.nbytes, np.uint8)
 
-    def _post(self, edge: OutEdge, message: Any, p: float, given: float) -> None:
+    def _post(self, edge: OutEdge, message: Any, given: float) -> None:
         carrier, count = self._carrier, len(self._x)
         w = edge.given if carrier.replaces else given
         stamp, step = edge.sent, edge.step
-        Header(carrier.form, self._epoch, stamp, step, count, p, w, self._hash).write(message)
+        Header(carrier.form, self._epoch, stamp, step, count, w, self._hash).write(message)
         self._launch(edge, message)
 
     def _launch(self, edge: OutEdge, message: Any) -> None:
@@ -249,7 +265,7 @@ class PushSumEdges(Endpoint):
                 f"came after message {edge.taken}"
             )
         payload = message[HEADER : HEADER + carrier.nbytes]
-        carrier.take(edge, payload, self._x if self._folding else self._room_aside(), header.p)
+        carrier.take(edge, payload, self._x if self._folding else self._room_aside(), header.w)
         w = header.w - edge.w if carrier.replaces else header.w
         edge.w = header.w if carrier.replaces else edge.w + w
         edge.taken, edge.fresh = header.stamp, max(edge.fresh, header.step)
@@ -292,7 +308,7 @@ class PushSumEdges(Endpoint):
                     edge.flying.clear()
                     message = self._message()
                     self._carrier.again(edge, message[HEADER:])
-                    self._post(edge, message, 0.0, 0.0)
+                    self._post(edge, message, 0.0)
                 else:
                     self._launch(edge, edge.flying.pop().message)
 

@@ -208,7 +208,7 @@ class AsyncPairwise(Endpoint):
     def _send(self, peer: int, form: int, stamp: int, numbers: Any) -> _Sent:
         spare = self._spare
         message = spare.pop() if spare else np.empty(HEADER + self._x.nbytes, np.uint8)
-        Header(form, 0, stamp, 0, len(self._x), 0.5, 0.0, self._hash).write(message)
+        Header(form, 0, stamp, 0, len(self._x), 0.0, self._hash).write(message)
         np.copyto(self._numbers(message), numbers)
         self.comm.stats.payload_bytes -= HEADER
         self.comm.stats.header_bytes += HEADER

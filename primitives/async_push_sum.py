@@ -56,9 +56,11 @@ class AsyncPushSum(PushSumEdges):
             Any message of the peer that is taken later, or word that it has nothing to give,
             makes up for it.
         floor: See above.
-        codec: A DifferenceCompression: low precision. Each edge has a replica of x at both ends;
-            what goes over the wire is the coded difference to it, what is given is gamma p times
-            the replica, the same number at both ends, so the mass is as exact as without.
+        codec: A DifferenceCompression: low precision. Each edge has a replica h of z = x / w, the
+            same at both ends: what z is when the endpoint is made (0 where messages may be lost).
+            q = C(z - h) goes over the wire, both ends add it to h, and what is given is gamma p w
+            and gamma p w h, the same numbers at both ends: the mass is as exact as without. The
+            replicas are the endpoint's, in the format of x, and a part of its state.
         name: Tells endpoints apart, in errors and between ranks.
 
     Attributes:

@@ -21,6 +21,8 @@ __all__ = ["Background"]
 # Large messages move a little at each poll; the pause leaves the interpreter to the caller.
 _POLLS = 16
 _PAUSE = 5e-5
+# Nobody waits for what only arrives, such as the messages of an open endpoint.
+_LONGER = 2e-4
 
 
 class Background:
@@ -58,10 +60,11 @@ class Background:
             self._filled.wait()
             self._filled.clear()
             while self._queue.busy and not self._closing:
-                for _ in range(_POLLS):
+                waited_for = not self._queue.all_idle
+                for _ in range(_POLLS if waited_for else 1):
                     self._queue.progress()
                     os.sched_yield()
-                time.sleep(_PAUSE)
+                time.sleep(_PAUSE if waited_for else _LONGER)
 
     def close(self) -> None:
         """Stop the thread; pending works go on when they are waited for. Twice does nothing."""

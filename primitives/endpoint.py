@@ -68,6 +68,7 @@ class Endpoint:
     ) -> None:
         self.comm, self.name = comm, name
         self.closed = False
+        self._open = True  # whether messages may be read
         self._title = f"{self.kind} {name!r}" if name else self.kind
         self._failed: RelaxError | None = None
         self._gave_up: set[int] = set()
@@ -92,7 +93,7 @@ class Endpoint:
         """Tell the peers that this rank will not go on."""
 
     def _poll(self) -> None:
-        if self._failed is None and not self.closed:
+        if self._failed is None and self._open and not self.closed:
             try:
                 self._look()
             except RelaxError as error:

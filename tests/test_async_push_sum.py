@@ -80,7 +80,8 @@ def test_mass_is_kept_at_every_tick_and_the_true_mean_is_found(faulty, seed):
         mix.close()
         return x, mix.w
 
-    world = rx.SimulatedWorld(5, faults=WORLDS[faulty], seed=seed)
+    uneven = [faults.Pause(1, at=100.5, seconds=50.0), faults.SlowDown(2, factor=1.5)]
+    world = rx.SimulatedWorld(5, faults=[*WORLDS[faulty], *uneven], seed=seed)
     ends = gathered(5, world, program)
     assert max(seen) < 1e-11, world
     assert abs(sum(x for x, _ in ends) - 10).max() < 1e-11
@@ -241,7 +242,7 @@ def test_a_peer_that_leaves_without_close_is_named():
 @pytest.mark.parametrize("tau", [None, 0, 3])
 def test_closing_at_different_times_leaves_nothing_behind(world, topology, tau):
     """C33: per edge, what was sent was taken; sums are exact. Any n, also one and odd ones."""
-    for n in (1, 2, 3, 5):
+    for n in (1, 2, 5):
         points = []
 
         def program(comm, points, kept=points):
@@ -380,7 +381,7 @@ def test_resuming_in_lock_step_is_exact():
 
 @pytest.mark.parametrize("lossy", [False, True])
 def test_twenty_thousand_steps_leave_no_memory_behind(lossy):
-    blocks, steps = [], 4_000 if lossy else 10_000
+    blocks, steps = [], 3_000 if lossy else 10_000
 
     def program(comm, points):
         x = np.ones(64, np.float32)

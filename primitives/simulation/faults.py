@@ -3,7 +3,8 @@
 Messages are those that carry data; agreements and notices are lost only with a rank that is
 killed. On MPI's terms a link neither loses nor repeats nor reorders: a simulated one numbers its
 messages, throws copies away and restores the order, as TCP does, so these three show as time, or,
-where a message is lost for good, as PeerTimeout, never as wrong numbers.
+where a message is lost for good, as PeerTimeout, never as wrong numbers. Only the asynchronous
+endpoints see them as they are, and make up for them: `AsyncPushSum` and `AsyncPairwise`.
 
 Example:
     >>> import relaxmpi as rx

@@ -49,7 +49,7 @@ def load_of(network: Network, size: float, longest: float, near: bool) -> Load:
     Example:
         >>> costs = load_of(Network(send_cost=1e-6, send_byte=1e-10), 100_000, 50_000, False)
         >>> costs.pieces, costs.batches, round(costs.send, 9), round(costs.first, 9)
-        (2, 4, 1.2e-05, 4e-06)
+        (2, 4, 1.2e-05, 4.277e-06)
     """
     pieces = max(1, math.ceil(size / longest))
     batches = max(pieces, math.ceil(size / BATCH))
