@@ -260,6 +260,9 @@ class Comm:
             self._let_go()
             for queue in queues:
                 queue.close()
+            if "edges" in self.__dict__ and self.edges.littered:
+                self._world.keep(self._links)
+                return
             for link in self._links:
                 link.free()
             self._world.free()

@@ -1,8 +1,10 @@
 """What the neighbour verbs of one Comm share: numbered messages on each edge, and their checks.
 
-Every call that uses an edge sends a header and, right behind it, the numbers, under one tag that
-counts the calls on that edge. Headers have one size, so a call that does not fit is recognised
-whatever its length, and the numbers go out of the caller's memory without a copy.
+Every call that uses an edge sends a header and, right behind it, the numbers, which go out of the
+caller's memory without a copy. Headers have one size and a tag that counts the calls on their
+edge, so a call that does not fit is recognised whatever its length. The tag of the numbers also
+depends on what the call is: a receive must never meet a longer message, because Open MPI does not
+survive one that is cut off in the middle of a rendezvous.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ __all__ = ["Edges", "Exchange", "Header"]
 
 _LAYOUT = struct.Struct("<4sIiIqqqdQ136s")
 _MAGIC, _VERSION = b"rlxm", 1
-_FIRST_TAG, _TAGS = TAG + 15, 2**14
+_HEADERS, _COUNTED = TAG + 15, 2**13
+_NUMBERS, _TOLD_APART = 2**14, 2**14
+_AGED = 40503  # odd, so that ages do not cancel numbers
 _NO_STEP = -1
 
 
@@ -106,10 +110,11 @@ class Exchange:
         number = edges.received[peer]
         edges.received[peer] = number + 1
         self.waiting[peer] = number
-        tag = _FIRST_TAG + number % _TAGS
         header = np.empty(_LAYOUT.size, np.uint8)
-        first = edges.host.irecv(header, peer, tag)
-        second = self._transport.irecv(data, peer, tag) if len(data) else None
+        first = edges.host.irecv(header, peer, _HEADERS + number % _COUNTED)
+        second = None
+        if len(data):
+            second = self._transport.irecv(data, peer, self._tag(number, age))
         self._arriving[peer] = header, first, second, count, age
 
     def send(self, peer: int, data: Any, count: int, weight: float = 0.0, age: int = 0) -> None:
@@ -118,7 +123,6 @@ class Exchange:
         number = edges.sent[peer]
         edges.sent[peer] = number + 1
         self.sent[peer] = number
-        tag = _FIRST_TAG + number % _TAGS
         packed = _LAYOUT.pack(
             _MAGIC,
             _VERSION,
@@ -131,9 +135,13 @@ class Exchange:
             self._code,
             self._text,
         )
-        self._leaving.append(edges.host.announce(np.frombuffer(packed, np.uint8), peer, tag))
+        header = np.frombuffer(packed, np.uint8)
+        self._leaving.append(edges.host.announce(header, peer, _HEADERS + number % _COUNTED))
         if len(data):
-            self._leaving.append(self._transport.isend(data, peer, tag))
+            self._leaving.append(self._transport.isend(data, peer, self._tag(number, age)))
+
+    def _tag(self, number: int, age: int) -> int:
+        return _NUMBERS + (self._code + _AGED * age + number) % _TOLD_APART
 
     def arrived(self, peer: int) -> Flow[Header]:
         """Wait for the message of a peer, which must fit this call."""
@@ -187,6 +195,7 @@ class Edges:
         buffers: Memory of messages.
         known: The topologies that all ranks have agreed on.
         learning: What is kept of one that they are about to agree on.
+        littered: Whether a call that failed has left messages that nobody takes.
     """
 
     def __init__(self, comm: Comm, board: NoticeBoard, host: Transport) -> None:
@@ -198,6 +207,7 @@ class Edges:
         self.buffers = Buffers()
         self.known: dict[Topology, Known] = {}
         self.learning: Known
+        self.littered = False
         self._failed: set[tuple[int, int]] = set()
         self._unfit: dict[tuple[int, int], str] = {}
         self._complaint: str | None = None
@@ -240,6 +250,8 @@ class Edges:
     def failed(self, exchange: Exchange) -> None:
         """Note that this rank has seen an error of this call: its peers may see it, too."""
         self._failed.update(exchange.sent.items())
+        self._comm._world.keep(exchange)
+        self.littered = True
 
     def sort(self) -> None:
         """Take in what peers say of this rank's messages; keep what is too late for its call."""
@@ -248,7 +260,9 @@ class Edges:
             peer, number, why = unfit.pop()
             if (peer, number) in self._failed:
                 self._failed.discard((peer, number))
-            elif any(call.sent.get(peer) == number for call in self._pending()):
+                continue
+            self.littered = True
+            if any(call.sent.get(peer) == number for call in self._pending()):
                 self._unfit[peer, number] = why
             else:
                 self._complaint = f"rank {peer}: {why}"

@@ -20,7 +20,9 @@ class MismatchError(RelaxError):
     """The ranks called different verbs, or the same verb with different arguments.
 
     Raised on every rank of the communicator before anything moved; outputs are untouched
-    and the communicator stays usable. The exception is `attach`, whose ranks have agreed on all
+    and the communicator stays usable. Neighbour verbs raise it on the ranks that share the edge,
+    where x may have been scaled and messages of the same call have gone to other ranks. The other
+    exception is `attach`, whose ranks have agreed on all
     calls at the start: there each call is compared at its end, and the communicator breaks.
     """
 

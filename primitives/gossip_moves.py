@@ -168,7 +168,10 @@ def meet(exchange: Exchange, flat: Flat, peer: int) -> Flow[None]:
         # A progress thread must not write to what its caller may be changing.
         yield Turn(lambda: not in_background())
         wide = room.widen(x)
-        room.kernels.meet(wide, room.widen(mine), room.widen(theirs))
+        if mine is x:
+            room.kernels.pair(wide, 0.5, room.widen(theirs), 0.5, wide)
+        else:
+            room.kernels.meet(wide, room.widen(mine), room.widen(theirs))
         room.narrow(wide, x)
         exchange.leave()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from relaxmpi.primitives.topology import Topology
 
@@ -71,8 +71,10 @@ def route_at(topology: Topology, rank: int, n: int, step: int) -> Route:
     """Return the route of a rank at a step."""
     out, into = topology.out(rank, n, step), topology.into(rank, n, step)
     keep = max(0.0, float(topology.self_weight(rank, n, step)))
-    return Route(_sorted(out), _sorted(into), keep)
-
-
-def _sorted(weights: dict[int, Any]) -> dict[int, float]:
-    return {peer: float(weights[peer]) for peer in sorted(weights)}
+    # Sends begin with the right-hand neighbour, so that not all ranks begin with the same one.
+    onwards = sorted(out, key=lambda peer: (peer - rank) % n)
+    return Route(
+        {peer: float(out[peer]) for peer in onwards},
+        {peer: float(into[peer]) for peer in sorted(into)},
+        keep,
+    )

@@ -177,7 +177,7 @@ class Kill(RankFault):
         at: Virtual seconds; None: by call.
         call: Before its part in this agreement, counted from 0 over all its Comms: each call of
             a verb or primitive makes one, also inside a primitive, and so do `dup`, `split` and
-            `by_node`. None: by time.
+            `by_node`; a neighbour verb counts as one. None: by time.
     """
 
     at: float | None = None
