@@ -5,7 +5,7 @@
 
 The network of examples/train_digits.py learns its digits; each rank sees 32 images a step. Chosen
 beforehand: both have the same constant learning rate, that example's, which was set for AllReduce
-SGD, and the target is the mean training loss of AllReduce SGD in epoch 5 (`--epoch`). OSGP takes as
+SGD, and the target is the mean training loss of AllReduce SGD in epoch 4 (`--epoch`). OSGP takes as
 long as it takes to come down to the same mean over as many steps, at most twice as many
 epochs. The clock of a step is that of the slowest rank; before it starts both take a few steps of
 another model. At the end the mean model is evaluated on the test images.
@@ -120,7 +120,7 @@ def report(curves: dict[str, Curve], given: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lab", help="such as hosts=4,latency=5ms,bandwidth=1Gbit")
-    parser.add_argument("--epoch", type=int, default=5, help="whose loss is the target")
+    parser.add_argument("--epoch", type=int, default=4, help="whose loss is the target")
     parser.add_argument("--longer", type=int, default=2, help="how many times as long OSGP may go")
     parser.add_argument("--codec", action="store_true", help="OSGP in 8 bit, too")
     parser.add_argument("--seed", type=int, default=0)
