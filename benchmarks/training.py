@@ -158,6 +158,7 @@ def measure(comm: rx.Comm, rounds: int, steps: int, wanted: list[str]) -> dict[s
         chosen = {name: step for name, step in methods(comm).items() if is_wanted(name, wanted)}
         for step in chosen.values():
             for _ in range(WARM):
+                rx.barrier(comm)  # nothing of ours is under way while others use another library
                 step()
         taken: dict[str, list[float]] = {name: [] for name in chosen}
         for _ in range(rounds):
