@@ -388,3 +388,27 @@ def test_files_may_take_longer_than_a_call_may_wait(tmp_path, monkeypatch, caplo
         assert (x == y).all()
     said = [r.getMessage() for r in caplog.records if "written by rank 0" in r.getMessage()]
     assert bool(said) == (comm.rank == 0)
+
+
+@pytest.mark.ranks(2)
+def test_the_state_of_another_algorithm_is_refused_before_anything_changes(comm, tmp_path):
+    specs = [
+        rx.OSGP(),
+        rx.OSGP(codec=rx.Quantizer(bits=8)),
+        rx.SlowMo(rx.OSGP()),
+        rx.SlowMo(rx.LocalSGD(every=2)),
+        rx.Decentralized(),
+        rx.Choco(),
+    ]
+    for k, saved in enumerate(specs):
+        x = np.ones(7)
+        folder = common(comm, tmp_path) / str(k)
+        with_ = {"x": x, "opt": saved.bind(comm, x, lr=0.1, name="saved")}
+        rx.save(folder, comm, **with_)
+        for other in specs:
+            if other is saved:
+                continue
+            y = np.full(7, 9.0)
+            with pytest.raises(rx.CheckpointError, match="is state of"):
+                rx.load(folder, comm, x=y, opt=other.bind(comm, y, lr=0.1))
+            assert (y == 9).all()

@@ -1,11 +1,17 @@
 """Killed during a save, at every moment: the newest complete checkpoint always loads."""
 
+import contextlib
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import relaxmpi as rx
+from relaxmpi.primitives.checkpoint.folder import Draft
 
 # The parent forks a child for each moment, which is fast, and may not have run any thread before.
 SCRIPT = """
@@ -126,3 +132,34 @@ def test_an_example_resumes_bit_for_bit_on_two_ranks(launch, tmp_path):
     assert again == (aside / "index.json").read_bytes(), "the hashes of all that there is"
     bits = [result.stdout.split(" bits per")[0].split()[-1] for result in (begun, resumed)]
     assert bits[0] == bits[1]
+
+
+def test_a_save_that_another_job_cleans_away_gets_no_number(tmp_path):
+    slow = Draft(tmp_path)
+    (slow.folder / "shared.safetensors").write_bytes(b"first half")
+    fast = Draft(tmp_path)
+    assert not slow.folder.exists(), "it could go on, and half of it would pass for a checkpoint"
+    fast.finish()
+    with pytest.raises(FileNotFoundError):
+        slow.finish()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["00000001"]
+
+
+@pytest.mark.ranks(2)
+def test_two_saves_at_once_leave_what_loads(comm, tmp_path):
+    shared = rx.broadcast(comm, np.frombuffer(f"{tmp_path!s:<500}".encode(), np.uint8).copy())
+    folder, x = shared.tobytes().decode().strip(), np.ones(7)
+    with comm.dup() as other:
+
+        def save():
+            with contextlib.suppress(rx.CheckpointError):
+                rx.save(folder, other, x=x)
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        with contextlib.suppress(rx.CheckpointError):
+            rx.save(folder, comm, x=x)
+        thread.join()
+    y = np.zeros(7)
+    rx.load(folder, comm, missing_ok=True, x=y)
+    assert set(y) in ({0.0}, {1.0})

@@ -277,8 +277,8 @@ def test_a_checkpoint_of_another_model_is_refused_and_says_what_differs(tmp_path
         "0.bias is float32 [8] and here float64 [8]; 0.weight is",
         "x is another one: it is float64 [2, 3] and here float64 [3, 2]",
         "x is another one: it is float64 [2, 3] and here float32 [2, 3]",
-        "opt is state of BoundSGD in it, and state of BoundDiLoCo here",
-        "opt is state of BoundSGD in it, and module here",
+        "opt is state of SGD in it, and state of DiLoCo here",
+        "opt is state of SGD in it, and module here",
         "there is no modle in it, only model, n, opt, x",
     )
     for text, end in zip(first, ends, strict=True):

@@ -68,6 +68,21 @@ def open_file(folder: Path, name: str) -> BufferedReader:
     return os.fdopen(fd, "rb")
 
 
+def _remove(folder: Path) -> None:
+    """Remove what is left of a checkpoint.
+
+    If its process lives, nothing can be added to it from the first moment on, and it never gets
+    its number: a half of it must not pass for a checkpoint.
+    """
+    number = folder.name.split(".")[0]
+    gone = folder.with_name(f"{number}.{secrets.token_hex(8)}.partial")
+    try:
+        folder.rename(gone)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 class Draft:
     """A checkpoint that is being written; rank 0 makes, finishes and abandons it.
 
@@ -82,7 +97,7 @@ class Draft:
         parent.mkdir(parents=True, exist_ok=True)
         for entry in list(os.scandir(parent)):  # what killed processes have left
             if _LEFT.fullmatch(entry.name):
-                shutil.rmtree(entry.path)
+                _remove(Path(entry.path))
         names = _numbered(parent)
         self.final = parent / f"{int(names[-1]) + 1 if names else 1:08}"
         # By the unique name the other ranks tell whether they see this folder or one like it.
@@ -90,7 +105,7 @@ class Draft:
         self.folder.mkdir()
 
     def finish(self) -> None:
-        """Make it the newest checkpoint."""
+        """Make it the newest checkpoint; all its files are there."""
         sync_folder(self.folder)
         self.folder.rename(self.final)
         sync_folder(self._parent)

@@ -211,6 +211,11 @@ def _write(comm: Comm, parent: Path, keep: int | None, mine: _Mine, drafts: list
     def finish() -> None:
         if not drafts:
             return
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"{folder} has gone meanwhile: another job saves to {parent}, too; give each job "
+                "a folder of its own"
+            )
         files = {SHARED: _opened(heard[0, 0])}
         if mine.private:
             files |= {rank_file(rank): _opened(seal) for rank, (_, seal) in enumerate(heard)}
@@ -238,7 +243,10 @@ def _see(folder: Path) -> Generator[None, None, None]:
     until = time.monotonic() + 2.0
     while not folder.is_dir():
         if time.monotonic() > until:
-            raise CheckpointError(f"{folder.parent} is not the folder that rank 0 sees")
+            raise CheckpointError(
+                f"{folder.parent} is not the folder that rank 0 sees, or another job saves there, "
+                "too"
+            )
         time.sleep(0.05)
         yield
 

@@ -71,6 +71,8 @@ class _Array(Thing):
 
     def differences(self, node: Any) -> list[str]:
         mine = raw_of(self.thing)
+        if isinstance(self.thing, np.ndarray) and not self.thing.flags.writeable:
+            return ["it is read-only here"]
         return _compare([("", mine.dtype, mine.shape)], list(tensors_of({"dict": [["", node]]})))
 
     def load(self, value: Any) -> None:
@@ -92,7 +94,8 @@ class _Object(Thing):
 
     @property
     def kind(self) -> str:
-        return f"state of {type(self.thing).__name__}"
+        told = getattr(self.thing, "kind", None)  # of algorithms, which may be around others
+        return f"state of {told if isinstance(told, str) else type(self.thing).__name__}"
 
     def quiesce(self) -> None:
         if hasattr(self.thing, "quiesce"):
