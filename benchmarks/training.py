@@ -147,7 +147,8 @@ def methods(comm: rx.Comm) -> dict[str, Step]:
 
 def is_wanted(name: str, wanted: list[str]) -> bool:
     """Whether a method was asked for; what all are compared with always is."""
-    reference = name == "compute alone" or name.startswith("DDP, ")
+    adam = any(want.startswith("Adam") for want in wanted)
+    reference = name == "compute alone" or name.startswith(("DDP, ", "Adam: DDP, ")[: 1 + adam])
     asked = (name.startswith(want) or name.endswith(f" {want}") for want in wanted)
     return not wanted or reference or any(asked)
 
@@ -174,8 +175,9 @@ def measure(comm: rx.Comm, rounds: int, steps: int, wanted: list[str]) -> dict[s
 def report(taken: dict[str, list[float]], size: int, out: Path | None) -> None:
     median = {name: statistics.median(times) for name, times in taken.items()}
     best = {
-        adam: min((n for n in median if n.startswith(start)), key=median.__getitem__)
-        for adam, start in ((False, "DDP, "), (True, "Adam: DDP, "))
+        start: min(found, key=median.__getitem__)
+        for start in ("DDP, ", "Adam: DDP, ")
+        if (found := [name for name in median if name.startswith(start)])
     }
     where = os.environ.get("RELAXMPI_LAB", "this machine")
     count = len(next(iter(taken.values())))
@@ -183,7 +185,7 @@ def report(taken: dict[str, list[float]], size: int, out: Path | None) -> None:
     print(f"{os.getloadavg()[0]:.1f}\n\n{'':26}{'ms/step':>9}{'quartiles':>15}   against")
     for name, middle in median.items():
         low, _, high = (1e3 * q for q in statistics.quantiles(taken[name], n=4))
-        of = best[name.startswith("Adam")]
+        of = best["Adam: DDP, " if name.startswith("Adam") else "DDP, "]
         times = f"{median[of] / middle:9.2f}x {of}"
         print(f"{name:26}{middle * 1e3:9.1f}{low:8.1f}{high:7.1f}{times}")
     if out is not None:

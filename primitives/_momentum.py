@@ -292,7 +292,7 @@ def sign_momentum(
     head, packed = split_payload(payload, e.size, e.dtype, 1, bucket)
     scales = np.empty(-(-e.size // bucket), e.dtype)
     sums, powers = _scratch(2, min(bucket, e.size), e.dtype)
-    rest = (scales, packed, bucket, l2, np.empty(LANES), sums, powers)
+    rest: Any = (scales, packed, bucket, l2, np.empty(LANES), sums, powers)
     _sign_momentum(g, m, v, e, at, source, begin, mix, *units, *rest)
     head[:] = scales.view(np.uint8)
     return scales
