@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 from relaxmpi.primitives import (
@@ -19,7 +20,7 @@ from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.signed import Live, SignedMean, signed_mean
 from relaxmpi.primitives.work import Flow
 
-__all__ = ["Momenta", "momenta_of"]
+__all__ = ["Momenta", "momenta_of", "units_of"]
 
 
 class Momenta(Protocol):
@@ -28,7 +29,7 @@ class Momenta(Protocol):
     live: Live
 
     def start(
-        self, comm: Comm, g: Any, m: Any, mix: Any, late: Any, name: str, step: int
+        self, comm: Comm, g: Any, m: Any, v: Any, mix: Any, late: Any, name: str, step: int
     ) -> Work[Any]:
         """Start it, and the mean of `late` behind it unless that is None."""
 
@@ -51,29 +52,39 @@ class Momenta(Protocol):
         """Restore them."""
 
 
-def momenta_of(codec: Codec, live: Live, comm: Comm, dtype: str, device: Device) -> Momenta:
+def momenta_of(
+    codec: Codec, live: Live, comm: Comm, dtype: str, device: Device, units: tuple[int, int]
+) -> Momenta:
     """Return the fused way where there is one."""
     if type(codec) is OneBit and not isinstance(comm, Hierarchy):
-        return Fused(codec, live, dtype, device)
-    return SpelledOut(codec, live, device)
+        return Fused(codec, live, dtype, device, units)
+    return SpelledOut(codec, live, device, units)
+
+
+def units_of(eps: float, dtype: str) -> tuple[int, int]:
+    """Return the range of exponents of units near sqrt(v): none below eps, all exact."""
+    most = 63 if dtype == "float32" else 511
+    return max(-most, math.frexp(eps)[1] - 1) if eps else -most, most
 
 
 class Fused:
     """Signs among equals; `SpelledOut` gives the same bytes."""
 
-    def __init__(self, codec: OneBit, live: Live, dtype: str, device: Device) -> None:
-        self.live, self._memory = live, SignedMean(codec, live, dtype, device)
+    def __init__(
+        self, codec: OneBit, live: Live, dtype: str, device: Device, units: tuple[int, int]
+    ) -> None:
+        self.live, self._memory = live, SignedMean(codec, live, dtype, device, units)
         self.move = self._memory.move
         self.state_dict = self._memory.state_dict
         self.load_state_dict = self._memory.load_state_dict
 
     def start(
-        self, comm: Comm, g: Any, m: Any, mix: Any, late: Any, name: str, step: int
+        self, comm: Comm, g: Any, m: Any, v: Any, mix: Any, late: Any, name: str, step: int
     ) -> Work[Any]:
         """See `Momenta`."""
         if late is None:
-            return signed_mean.start(comm, g, m, self._memory, mix=mix, name=name)
-        flow = signed_mean.flow(comm, g, m, self._memory, mix=mix, name=name)
+            return signed_mean.start(comm, g, m, v, self._memory, mix=mix, name=name)
+        flow = signed_mean.flow(comm, g, m, v, self._memory, mix=mix, name=name)
         return _and_late.start(comm, flow, late, name)
 
     @property
@@ -93,18 +104,19 @@ class SpelledOut:
     So that a step can be left out this takes a copy of the residuals in each one.
     """
 
-    def __init__(self, codec: Codec, live: Live, device: Device) -> None:
+    def __init__(self, codec: Codec, live: Live, device: Device, units: tuple[int, int]) -> None:
         self.live, self._memory, self._device = live, ErrorFeedback(codec), device
+        self._units = units
         self._front: Any = None
         self._before: dict[str, Any] = {}
         self.state_dict = self._memory.state_dict
         self.load_state_dict = self._memory.load_state_dict
 
     def start(
-        self, comm: Comm, g: Any, m: Any, mix: Any, late: Any, name: str, step: int
+        self, comm: Comm, g: Any, m: Any, v: Any, mix: Any, late: Any, name: str, step: int
     ) -> Work[Any]:
         """See `Momenta`."""
-        self._device.kernels.gather_momentum(g, m, self.live.at, self.live.source, mix)
+        self._device.kernels.gather_momentum(g, m, v, *self.live, mix=mix, units=self._units)
         self._front, self._before = g[: self.live.size], self._memory.state_dict()
         how: dict[str, Any] = {"op": MEAN, "codec": self._memory, "name": name, "step": step}
         if late is None:
@@ -120,8 +132,8 @@ class SpelledOut:
         self, x: Any, origin: int, g: Any, m: Any, v: Any, live: tuple[int, int], step: Any
     ) -> None:
         """See `Momenta`."""
-        runs = (self.live.at, self.live.source)
-        self._device.kernels.move_frozen(x, origin, self._front, m, v, *runs, live, step)
+        how = {"live": live, "units": self._units, "step": step}
+        self._device.kernels.move_frozen(x, origin, self._front, m, v, *self.live, **how)
 
     def end(self, *, taken: bool) -> None:
         """See `Momenta`."""

@@ -23,7 +23,8 @@ class OneBitAdam(Algorithm):
     Afterwards v = v_T stays, and with f_i the loss on rank i each step is
 
         m_i <- m + (1 - b_1) (grad f_i(x) - m)
-        m <- mean_i m_i                            as signs, with two-sided `ErrorFeedback`
+        m <- mean_i m_i                            as signs, with two-sided `ErrorFeedback`,
+                                                   in units of about sqrt(v) (see `normalise`)
         x <- x - lr w x
         x <- x - lr / (1 - b_1^t) m / (sqrt(v) / sqrt(1 - b_2^T) + eps)
 
@@ -36,7 +37,7 @@ class OneBitAdam(Algorithm):
     - A gradient that is not finite on some rank leaves the step out on all, as if it had not been.
     - On one rank nothing needs to be sent: v stays alive, and this is `AdamW`.
     - On a Hierarchy momenta are averaged in full precision inside nodes.
-    - lr may change at will: residuals are in units of the momentum.
+    - lr may change at will: residuals do not depend on it.
 
     Args:
         freeze: T, or the rule that finds it. The paper takes 15 to 25 % of all steps; lr should be
@@ -44,6 +45,11 @@ class OneBitAdam(Algorithm):
         codec: How momenta are encoded. The paper's scale is `OneBit(scale="l2")`; l1 is a
             contraction for all numbers. `OneBit` is exchanged in place and fused with the step, any
             other codec by `allreduce`.
+        normalise: Encode momenta in units of sqrt(v), rounded down to a power of two and not below
+            eps, so that those which share a scale are alike in size. False is the published form:
+            there a coordinate whose v is far below its neighbours' takes steps of their size
+            divided by its own sqrt(v), which can diverge (a small network on images of digits
+            does). Without a lossy codec the two are equal bit for bit.
         max_norm: Scale gradients down to this norm: in the warm-up that of the mean gradient;
             afterwards, where nobody has it, sqrt(mean_i |grad f_i|^2), which is no smaller.
         rule: betas, eps and weight decay.
@@ -61,6 +67,7 @@ class OneBitAdam(Algorithm):
 
     freeze: int | VarianceRatio
     codec: Codec = field(default_factory=OneBit)
+    normalise: bool = True
     max_norm: float | None = None
     rule: AdamW = field(default_factory=AdamW)
 

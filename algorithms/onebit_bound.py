@@ -13,7 +13,7 @@ import numpy as np
 from relaxmpi.algorithms.adamw import AdamW, widened
 from relaxmpi.algorithms.base import Bound
 from relaxmpi.algorithms.freezing import VarianceRatio, due, lag_of
-from relaxmpi.algorithms.momenta import Momenta, momenta_of
+from relaxmpi.algorithms.momenta import Momenta, momenta_of, units_of
 from relaxmpi.primitives import MEAN, Comm, Work, allreduce
 from relaxmpi.primitives.devices import Device, device_of
 from relaxmpi.primitives.signed import Live
@@ -98,7 +98,7 @@ class BoundOneBitAdam(Bound):
         late = [data[s.lo : s.hi] for s in self.segments if s.late]
         self._late = np.concatenate(late) if late else None
         self._mix = self._rates(1, 1).mix  # with which momenta are made a second time
-        given = (data, self.m, self._mix, self._late, self.name, self.age)
+        given = (data, self.m, self.v, self._mix, self._late, self.name, self.age)
         return self.momenta.start(self.comm, *given)
 
     def on_step(self, g: Any) -> None:
@@ -204,8 +204,9 @@ class BoundOneBitAdam(Bound):
             mine &= not s.late
             s.idle = np.flatnonzero(~mine)
         self._norms = []
+        units = units_of(self.settings()[1].eps, self._dtype) if self.spec.normalise else (0, 0)
         self.momenta = momenta_of(
-            self.spec.codec, Live.of(live), self.comm, self._dtype, self._device
+            self.spec.codec, Live.of(live), self.comm, self._dtype, self._device, units
         )
 
     def _numbers(self, g: Any) -> Any:

@@ -72,9 +72,10 @@ def steps(count: int) -> dict[str, tuple[float | None, Callable[[], object]]]:
 
     def encode() -> np.ndarray:
         return kernels.sign_momentum(
-            *(g, m, e, *live, payload),
+            *(g, m, v, e, *live, payload),
             begin=0,
             mix=rates.mix,
+            units=(-27, 63),
             bucket=codec.bucket,
             l2=codec.scale == "l2",
         )
@@ -88,6 +89,7 @@ def steps(count: int) -> dict[str, tuple[float | None, Callable[[], object]]]:
             own=own,
             payload=payload,
             bucket=codec.bucket,
+            units=(-27, 63),
             step=rates,
         )
 

@@ -72,10 +72,13 @@ class SignedMean:
         live: The coordinates that travel.
         dtype: "float32" or "float64".
         device: Where the buffer lives.
+        units: The range of exponents of the units in which momenta travel.
     """
 
-    def __init__(self, codec: OneBit, live: Live, dtype: str, device: Device) -> None:
-        self.codec, self.live = codec, live
+    def __init__(
+        self, codec: OneBit, live: Live, dtype: str, device: Device, units: tuple[int, int]
+    ) -> None:
+        self.codec, self.live, self.units = codec, live, units
         self._dtype, self._device = dtype, device
         self.e = device.zeros(live.size, dtype)
         self._owner: dict[tuple[int, int], list[Any]] = {}
@@ -124,12 +127,13 @@ class SignedMean:
         for (lo, hi), payload in self._sums.items():
             if lo < end and begin < hi:
                 self._device.kernels.move_signed(
-                    *(x, origin, g, m, v, self.e[lo:hi], self.live.at, self.live.source),
+                    *(x, origin, g, m, v, self.e[lo:hi], *self.live),
                     chunk=lo,
                     live=(max(lo, begin), min(hi, end)),
                     own=self.own[lo, hi],
                     payload=payload,
                     bucket=self.codec.bucket,
+                    units=self.units,
                     step=step,
                 )
 
@@ -154,7 +158,7 @@ class SignedMean:
 
 @Verb
 def signed_mean(
-    comm: Comm, g: Any, m: Any, memory: SignedMean, *, mix: Any, name: str = ""
+    comm: Comm, g: Any, m: Any, v: Any, memory: SignedMean, *, mix: Any, name: str = ""
 ) -> Plan[None]:
     """Exchange m + mix (g - m) of the live coordinates; the mean stays in `memory`, encoded.
 
@@ -162,16 +166,18 @@ def signed_mean(
         comm: A Comm, no Hierarchy.
         g: 1-D array, not changed.
         m: Like g.
+        v: Like g.
         memory: This buffer's own.
         mix: A number of the type of g.
         name: See `allreduce`.
     """
     flat, codec, count = device_of(g).flat(g), memory.codec, memory.live.size
-    told = (flat.dtype, str(flat.shape), f"{count} of them live", codec.describe(), name)
+    units = f"units {memory.units}"
+    told = (flat.dtype, str(flat.shape), f"{count} of them live", units, codec.describe(), name)
 
     def flow() -> Flow[None]:
         if count:
-            wire = _Signs(flat, m, memory, mix, comm.priced(codec), comm.scratch)
+            wire = _Signs(flat, m, v, memory, mix, comm.priced(codec), comm.scratch)
             buffer = flat.data[:count]  # only for its length: momenta need no memory
             yield from comm.schedule.allreduce(flat.device, buffer, buffer, MEAN, wire)
 
@@ -183,6 +189,7 @@ class _Signs(Coded):
         self,
         flat: Flat,
         m: Any,
+        v: Any,
         memory: SignedMean,
         mix: Any,
         codec: Codec,
@@ -190,12 +197,12 @@ class _Signs(Coded):
         begin: int = 0,
     ) -> None:
         super().__init__(flat.device, flat.dtype, codec, None, Key(), scratch, begin)
-        self._flat, self._m, self._mix, self._held = flat, m, mix, memory
+        self._flat, self._m, self._v, self._mix, self._held = flat, m, v, mix, memory
         self._base = flat.device.span(flat.data)[0]
 
     def at(self, lo: int) -> _Signs:
         """The same, counted from `lo`."""
-        given = (self._flat, self._m, self._held, self._mix, self._codec, self._scratch)
+        given = (self._flat, self._m, self._v, self._held, self._mix, self._codec, self._scratch)
         return _Signs(*given, self._begin + lo)
 
     def pack(self, x: Any, lo: int, hi: int) -> Any:
@@ -203,9 +210,10 @@ class _Signs(Coded):
         held, lo, hi = self._held, lo + self._begin, hi + self._begin
         payload = self._bytes(hi - lo)
         held.own[lo, hi] = self._device.kernels.sign_momentum(
-            *(self._flat.data, self._m, held.e[lo:hi], held.live.at, held.live.source, payload),
+            *(self._flat.data, self._m, self._v, held.e[lo:hi], *held.live, payload),
             begin=lo,
             mix=self._mix,
+            units=held.units,
             bucket=held.codec.bucket,
             l2=held.codec.scale == "l2",
         )

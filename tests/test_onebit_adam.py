@@ -235,20 +235,22 @@ def test_law_momenta_are_equal_on_all_ranks_after_every_step(comm, size):
 def test_law_the_fused_way_is_the_long_way(n, scale, size, dtype):
     """Bit for bit, with coordinates that do not travel and with weight decay."""
 
-    def run(comm, codec):
+    def run(comm, codec, normalise):
         idle = np.random.default_rng(7).random(size) < 0.3
         idle[size // 5 : size // 3] = True
         idle[0] = False
         grads = gradients(comm.rank, 7, size, dtype)
         for g in grads:
             g[idle] = 0
-        spec = rx.OneBitAdam(2, codec=codec(scale), rule=rx.AdamW(weight_decay=0.1))
+        how = {"codec": codec(scale), "normalise": normalise, "rule": rx.AdamW(weight_decay=0.1)}
+        spec = rx.OneBitAdam(2, **how)
         x, opt = train(comm, spec, 7, size, dtype, grads=grads)
         return x.tobytes(), opt.m.tobytes(), opt.v.tobytes(), comm.stats.payload_bytes
 
-    fused, long = everywhere(n, run, rx.OneBit), everywhere(n, run, AnyOneBit)
-    assert fused == long
-    assert len({r[:3] for r in fused}) == 1
+    for normalise in (True, False):
+        fused, long = (everywhere(n, run, codec, normalise) for codec in (rx.OneBit, AnyOneBit))
+        assert fused == long
+        assert len({r[:3] for r in fused}) == 1
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -275,7 +277,8 @@ def test_many_simulated_ranks_are_one_event_with_the_same_bytes():
 def test_residuals_telescope(comm):
     """Check 26: what was sent late, and what is still owed, is what the gradients said."""
     size, steps = 501, 30
-    spec = rx.OneBitAdam(1, rule=rx.AdamW(betas=(0.0, 0.9)))  # b1 = 0: momenta are gradients
+    rule = rx.AdamW(betas=(0.0, 0.9))  # momenta are gradients
+    spec = rx.OneBitAdam(1, normalise=False, rule=rule)
     grads = gradients(comm.rank, steps, size, "f8")
     sums = np.zeros(size)
 
@@ -330,6 +333,24 @@ def test_by_node_compresses_between_nodes_only(comm):
     # Chunks, and so scales, differ: the two are alike, not equal.
     flat = everywhere(2, alone)[0]
     assert 0.5 < np.corrcoef(seen[0][1001:], flat[1001:])[0, 1] <= 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_units_are_exact_and_near_the_root_of_the_variance(comm, dtype):
+    """Without a lossy codec they change nothing; with one, steps stay those of Adam in size."""
+    sizes = np.logspace(-6, 3, 101).astype(dtype)
+    grads = [g * sizes for g in gradients(comm.rank, 10, 101, dtype)]
+    for codec in (rx.Identity(), rx.OneBit()):
+        spec = rx.OneBitAdam(5, codec=codec)
+        ours, plain = (
+            train(comm, dataclasses.replace(spec, normalise=n), 10, 101, dtype, grads=grads)[0]
+            for n in (True, False)
+        )
+        if codec == rx.Identity():
+            assert ours.tobytes() == plain.tobytes()
+        else:
+            assert np.abs(ours - 1).max() < 0.2 < 10 < np.abs(plain - 1).max()
 
 
 # ---------------------------------------------------------------- what must not be touched
