@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from relaxmpi.algorithms.attach_model import Watch
 from relaxmpi.algorithms.attach_stats import Meter, SyncStats
 from relaxmpi.algorithms.base import Bound
-from relaxmpi.primitives import Comm
+from relaxmpi.primitives import MAX, Comm, RelaxError, allreduce
 
 __all__ = ["Engine"]
 
@@ -63,21 +63,33 @@ class Engine(ABC):
         """Say what the user did that makes a step wrong; empty if nothing."""
         return self.watch.objection()
 
-    @abstractmethod
     def averaged(self) -> AbstractContextManager[None]:
         """See `Sync.averaged`."""
+        return nullcontext()
 
-    @abstractmethod
     def spread(self) -> float:
         """See `Sync.spread`."""
+        return 0.0
+
+    @abstractmethod
+    def quiesce(self) -> None:
+        """See `Sync.quiesce`."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """See `Sync.state_dict`."""
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Sync.load_state_dict`."""
+    def load_state_dict(self, state: dict[str, Any], *, resized: bool) -> None:
+        """See `Sync.load_state_dict`, and if it is resized `Sync.load_resized`."""
+
+    def refuse(self, mine: bool, what: str) -> None:
+        """Raise, on all ranks, if a call comes too early on any of them."""
+        if allreduce(self.control, int(mine), op=MAX, name=what):
+            raise RelaxError(
+                f"{what} between backward and step would lose the gradients on their way: restore "
+                "after sync.wait() or after the step, save after the step"
+            )
 
     def stats(self) -> SyncStats:
         """Return what it cost."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import cycle
 from typing import Any
 from zlib import crc32
@@ -12,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from relaxmpi.algorithms.attach_bucket import Part, Slot
+from relaxmpi.algorithms.attach_bucket import OwnRule, Part, Slot
 from relaxmpi.algorithms.attach_engine import Engine
 from relaxmpi.algorithms.attach_flags import Facts, Flags, NonFinite
 from relaxmpi.algorithms.attach_model import broadcast_bytes, settings
@@ -68,7 +66,9 @@ class Exchange(Engine):
         super().__init__(model, optimizer, comm)
         self.nonfinite = nonfinite
         self._optimizer, self._algorithm = optimizer, algorithm
-        self._limits, self._overlap = limits, overlap
+        self._own_rule = optimizer if isinstance(optimizer, OwnRule) else None
+        self._limits = limits
+        self._overlap = overlap and (self._own_rule is None or self._own_rule.overlaps)
         # Backwards: what is not used in the first step probably becomes ready in this order.
         named = self.watch.trained[::-1]
         self.slots = [Slot(self, i, name, p) for i, (name, p) in enumerate(named)]
@@ -127,7 +127,8 @@ class Exchange(Engine):
         """Make the buckets; collective, with the same order on all ranks."""
         slots = [self.slots[i] for i in order]
         sizes = [s.param.numel() * s.param.element_size() for s in slots]
-        kinds = [(s.param.dtype, s.param.device) for s in slots]
+        kind = self._own_rule.kind if self._own_rule else lambda _: None
+        kinds = [(s.param.dtype, s.param.device, kind(s.param)) for s in slots]
         limit, first = self._limits
         groups = buckets_of(sizes, limit, kinds=kinds, first=first)
         for _ in groups[len(self._streams) : _STREAMS]:
@@ -135,10 +136,15 @@ class Exchange(Engine):
             stream.rehearsed, stream.mark = True, self.comm.mark
             self._streams.append(stream)
         self.parts = [
-            Part([slots[i] for i in group], self._algorithm, stream, f"bucket {b}")
+            Part([slots[i] for i in group], self._bind, stream, f"bucket {b}")
             for b, (group, stream) in enumerate(zip(groups, cycle(self._streams)))
         ]
         self.order = order
+
+    def _bind(self, comm: Comm, params: list[Any], flat: Any, name: str) -> Bound:
+        if self._own_rule is not None:
+            return self._own_rule.bucket(comm, params, flat, name)
+        return self._algorithm.bind(comm, None, lr=0.0, name=name)
 
     def _first_order(self) -> list[int]:
         """Return the order in which gradients became ready on rank 0, the unused ones last."""
@@ -252,19 +258,22 @@ class Exchange(Engine):
         if facts.culprit is not None and self.nonfinite is NonFinite.SKIP:
             for slot in self.slots:
                 slot.param.grad = None
+        if self._own_rule is not None:
+            self._own_rule.exchanged(self._ready(facts))
         self.close_window()
+
+    def _ready(self, facts: Facts) -> list[tuple[Any, Any, bool]]:
+        """What an optimizer that is the algorithm's own rule must know in its step."""
+        ready = list[tuple[Any, Any, bool]]()
+        for part in self.parts:
+            bound: Any = part.bound
+            for slot, segment in zip(part.slots, bound.segments, strict=True):
+                segment.used = bool(facts.used[slot.index])
+            ready.append((bound, part.flat, facts.culprit is None and part.touched))
+        return ready
 
     def after_step(self) -> None:
         """Nothing: parameters are equal."""
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Nothing: parameters are equal."""
-        yield
-
-    def spread(self) -> float:
-        """None: parameters are equal."""
-        return 0.0
 
     def close_window(self) -> None:
         """End a window in which everything was exchanged."""
@@ -286,31 +295,38 @@ class Exchange(Engine):
             self.raise_error()
         self.close_window()
 
+    def quiesce(self) -> None:
+        """Nothing is on its way between two steps."""
+        used = self.facts is not None and all(slot.param.grad is None for slot in self.slots)
+        self.refuse(self.pending and not used, "save()")
+
     def state_dict(self) -> dict[str, Any]:
         """The layout, and the state of each bucket."""
         order = [self.slots[i].name for i in self.order] if self.parts else None
-        return {"order": order, "buckets": {p.name: p.bound.state_dict() for p in self.parts}}
+        buckets = {part.name: part.bound.state_dict() for part in self.parts}
+        return {"order": order, "buckets": buckets, "unit": self._unit}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, resized: bool) -> None:
         """Lay the buckets out as they were, and fill them."""
         index = {slot.name: slot.index for slot in self.slots}
         order, buckets = state["order"], state["buckets"]
+        barrier(self.control, name=f"restored order {order}")
         on_their_way = bool(self.parts) and self.pending and self.facts is None
-        barrier(self.control, name=f"restored order {order}, in flight: {on_their_way}")
-        if on_their_way:
-            raise RelaxError(
-                "load_state_dict() between backward and step would lose the gradients on their "
-                "way: call sync.wait() first, or restore after the step"
-            )
-        if self.comm.size == 1 or order is None:
+        self.refuse(on_their_way, "load_state_dict()")
+        if self.comm.size == 1:
+            return
+        if order is None:  # saved before the first step
+            if self.parts:
+                self.lay_out(self.order)
             return
         if sorted(order) != sorted(index):
             raise ValueError("this state is of a model with other trained parameters")
         self.lay_out([index[name] for name in order])
         if [part.name for part in self.parts] != list(buckets):
             raise ValueError("this state was saved with other bucket sizes: attach with those")
+        self._unit = state["unit"]
         for part in self.parts:
-            part.bound.load_state_dict(buckets[part.name])
+            part.bound.load(buckets[part.name], resized=resized)
 
     def abandon(self) -> None:
         """Forget gradients that are on their way."""
@@ -322,6 +338,10 @@ class Exchange(Engine):
         """Wait for gradients that are on their way, and move all out of the buckets."""
         if allreduce(self.control, int(self.pending), op=MAX, name="detach"):
             self.finish(adopt=True)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Move gradients out of the buckets, and close all streams."""
         for slot in self.slots:
             if slot.view is not None and slot.param.grad is slot.view:
                 slot.param.grad = slot.view.clone()

@@ -32,19 +32,20 @@ class Poke:
 
     relaxmpi = True  # how `attach` recognises its own hooks
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
+    def __init__(self, bound: list[Bound]) -> None:
+        self._bound = bound
 
     def __call__(self, param: torch.Tensor) -> None:
         """Make progress."""
-        self._comm.progress()
+        for bound in self._bound:
+            bound.poll()
 
 
 class Portion:
     """One bucket of parameters, which stay where they are and are copied to it and back.
 
     Attributes:
-        flat: The numbers that the next gradient is computed at.
+        flat: The x of the algorithm's state.
     """
 
     def __init__(
@@ -71,13 +72,27 @@ class Portion:
         """Copy the parameters to a buffer."""
         for (_, p), view in zip(self.named, self._views(flat), strict=True):
             view.copy_(p.detach())
+        self.seen = self.versions()
 
     @torch.no_grad()
-    def show(self, flat: Any) -> None:
-        """Copy a buffer to the parameters."""
+    def show(self, flat: Any, by: float = 1.0) -> None:
+        """Copy a buffer to the parameters, divided."""
         for (_, p), view in zip(self.named, self._views(flat), strict=True):
-            p.copy_(view)
+            if by == 1.0:
+                p.copy_(view)
+            else:
+                torch.div(view, by, out=p)
         self.seen = self.versions()
+
+    def show_model(self) -> None:
+        """Let the parameters be where the next gradient is taken."""
+        self.show(*self.bound.model())
+
+    @property
+    def stepped_as_shown(self) -> bool:
+        """Whether the optimizer steps the parameters as they are."""
+        flat, by = self.bound.model()
+        return flat is self.bound.stepped and by == 1.0
 
     def not_finite(self, tensors: list[torch.Tensor | None]) -> str:
         """Return the name of the first parameter whose tensor has a NaN or an infinity."""
@@ -158,7 +173,8 @@ class Mixing(Engine):
             return []
         # The method is untyped in torch.
         adders: list[Any] = [p.register_post_accumulate_grad_hook for _, p in self.watch.trained]
-        return [add(Poke(self.comm)) for add in adders]
+        poke = Poke(self.bound)
+        return [add(poke) for add in adders]
 
     def wait(self) -> None:
         """Nothing: gradients are local."""
@@ -176,16 +192,16 @@ class Mixing(Engine):
         for part in self.parts:
             bound = part.bound
             bound.lr = lr
-            moved, stepped = bound.before_step(), bound.stepped
-            if stepped is not part.flat and (name := part.changed()):
+            if not bound.before_step() and part.stepped_as_shown:
+                continue
+            if name := part.changed():
                 raise RelaxError(
-                    f"parameter {name} was changed between two steps of the optimizer, which "
-                    "steps another number than the gradient is taken at (the numerator of "
-                    "push-sum): the change would be lost; restore parameters before "
-                    "sync.load_state_dict(), or detach and attach again"
+                    f"parameter {name} was changed between two steps, and would be lost: "
+                    "meanwhile neighbours have sent theirs, or the optimizer steps the numerator "
+                    "of push-sum; restore parameters before sync.load_state_dict(), or detach "
+                    "and attach again"
                 )
-            if moved or stepped is not part.flat:
-                part.show(stepped)
+            part.show(bound.stepped)
         self.meter.exposed(self.comm.stats.waited - before)
 
     def after_step(self) -> None:
@@ -197,7 +213,7 @@ class Mixing(Engine):
         before = self.comm.stats.waited
         for part in self.parts:
             if part.bound.on_params() is not False:
-                part.show(part.flat)
+                part.show_model()
         self.meter.exposed(self.comm.stats.waited - before)
 
     def objection(self) -> str:
@@ -243,8 +259,10 @@ class Mixing(Engine):
             raise RelaxError("averaged() inside averaged()")
         self._meet("averaged()")
         for part in self.parts:
-            if part.bound.stepped is part.flat:
-                part.fetch(part.flat)  # they may have been changed since the last step
+            part.bound.quiesce()
+            # The user may have changed them since the last step, or, in x, a neighbour.
+            if part.stepped_as_shown and (self._algorithm.lockstep or part.changed()):
+                part.fetch(part.bound.stepped)
             part.show(part.bound.mean())
         self._shown = True
         try:
@@ -252,7 +270,7 @@ class Mixing(Engine):
         finally:
             self._shown = False
             for part in self.parts:
-                part.show(part.flat)
+                part.show_model()
 
     def spread(self) -> float:
         """Compare each model with the mean."""
@@ -260,36 +278,50 @@ class Mixing(Engine):
         apart = norm = 0.0
         for part in self.parts:
             mean = part.bound.mean()
-            apart += float((part.flat - mean).double().square().sum())
+            flat, by = part.bound.model()
+            apart += float((flat / by - mean).double().square().sum())
             norm += float(mean.double().square().sum())
         apart = allreduce(self.control, apart, op=MEAN, name="distance to the mean")
         return float((apart / norm) ** 0.5) if norm else 0.0
+
+    def quiesce(self) -> None:
+        """Wait for parameters on their way."""
+        self._meet("save()")
+        for part in self.parts:
+            part.bound.quiesce()
+            if not self._algorithm.lockstep:  # x has taken in what was on its way
+                part.show_model()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each bucket."""
         names = [[name for name, _ in part.named] for part in self.parts]
         return {"order": names, "buckets": {p.name: p.bound.state_dict() for p in self.parts}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, resized: bool) -> None:
         """Fill the buckets; the parameters are restored already."""
         order, buckets = state["order"], state["buckets"]
         barrier(self.control, name=f"restored buckets {order}")
-        if order != [[name for name, _ in part.named] for part in self.parts]:
+        # One rank has none where the algorithm does nothing there, and others begin anew from it.
+        if self.parts and order and order != [[name for name, _ in p.named] for p in self.parts]:
             raise ValueError(
                 "this state is of a model with other trained parameters, or was saved with other "
                 "bucket sizes"
             )
         for part in self.parts:
+            part.bound.quiesce()  # it may still read x
             part.fetch(part.flat)
-            part.bound.load_state_dict(buckets[part.name])
-            part.seen = part.versions()
+            if order:
+                part.bound.load(buckets[part.name], resized=resized)
+            else:
+                part.bound.replace(part.flat.clone())
+            part.show_model()
 
     def end(self) -> None:
         """Fold in what is on its way."""
         self._meet("detach()")
         for part in self.parts:
             part.bound.finish()
-            part.show(part.flat)
+            part.show_model()
         for stream in (self.comm, self.control):
             stream.close()
 

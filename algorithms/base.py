@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+from relaxmpi.algorithms.arrays import divide
 from relaxmpi.primitives import MEAN, Comm, Work, allreduce
 from relaxmpi.primitives.devices import device_of
 
@@ -72,16 +73,27 @@ class Bound:
         """The local rule: move x by the gradient that `on_grads` left in `g`."""
 
     def on_params(self) -> bool | None:
-        """What happens after the local rule: afterwards x is where the next gradient is taken.
+        """What happens after the local rule: afterwards `model` says where a gradient is taken.
 
         Returns:
-            False where x was left alone, so that nobody need copy it.
+            False where it is what the local rule has left, so that nobody need copy it.
         """
 
     @property
     def stepped(self) -> Any:
         """What the local rule moves: x, unless the gradient is taken at another place."""
         return self.x
+
+    def poll(self) -> None:
+        """What may happen at any moment while a gradient is computed, to keep messages moving."""
+        self.comm.progress()
+
+    def model(self) -> tuple[Any, float]:
+        """Return where the next gradient is taken: an array, and what to divide it by.
+
+        After `step` x is that. `attach`, which copies to the parameters anyway, divides as it does.
+        """
+        return self.x, 1.0
 
     def step(self, g: Any) -> None:
         """Take one step with this rank's gradient, in whose place the exchanged one is left."""
@@ -91,6 +103,13 @@ class Bound:
         self.before_step()
         self.on_step(g)
         self.on_params()
+        self.settle()
+
+    def settle(self) -> None:
+        """Make x the model, where `model` says that it is another one."""
+        y, w = self.model()
+        if y is not self.x:
+            divide(y, w, self.x)
 
     def mean(self) -> Any:
         """Return the mean model of all ranks, which is the same everywhere; collective."""
@@ -110,6 +129,23 @@ class Bound:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank."""
+
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Restore what has a meaning for any number of ranks; the rest begins anew from x.
+
+        Args:
+            state: What `state_dict` returned on a rank among another number of ranks.
+        """
+
+    def load(self, state: dict[str, Any], *, resized: bool) -> None:
+        """Call one of the two above."""
+        (self.load_resized if resized else self.load_state_dict)(state)
+
+    def quiesce(self) -> None:
+        """Wait for what is on its way, so that nothing is lost where the program ends; collective.
+
+        Later steps do what they would have done.
+        """
 
 
 class Algorithm(ABC):
@@ -156,3 +192,7 @@ class Algorithm(ABC):
     def acts_alone(self) -> bool:
         """Whether it moves parameters beside the local rule, even those of a single rank."""
         return False
+
+    def refuses(self, optimizer: Any) -> str:
+        """Say why it cannot be attached to this optimizer, and what to do; empty if it can."""
+        return ""

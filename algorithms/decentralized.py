@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
+from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Rule
 from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm
 from relaxmpi.algorithms.sgd import SGD
-from relaxmpi.primitives import Comm, Ring, Topology, Work, neighbor_allreduce
+from relaxmpi.primitives import (
+    Comm,
+    DifferenceCompression,
+    Ring,
+    Topology,
+    Work,
+    neighbor_allreduce,
+)
 from relaxmpi.primitives.devices import device_of
 
-__all__ = ["Decentralized", "Order"]
+__all__ = ["Averaging", "Decentralized", "Order", "bound_of"]
 
 
 class Order(Enum):
@@ -81,46 +89,83 @@ class Decentralized(MixingAlgorithm):
 
     def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> BoundMixing:
         """See `Algorithm.bind`."""
-        kind = _CombineFirst if self.order is Order.COMBINE_WHILE_ADAPT else _AdaptFirst
-        return kind(self, comm, x, lr, name)
+        how = Averaging(self.topology, self.interval, None)
+        return bound_of(self.order)(self.rule, how, comm, x, lr, name)
 
 
-class _AdaptFirst(BoundMixing):
+class Averaging(NamedTuple):
+    """With whom to average, how often, and the memory of what was sent in low precision."""
+
+    topology: Topology
+    interval: int
+    memory: DifferenceCompression | None
+
+
+def bound_of(order: Order) -> type[AdaptFirst | CombineFirst]:
+    """Return what carries an order out."""
+    return CombineFirst if order is Order.COMBINE_WHILE_ADAPT else AdaptFirst
+
+
+class AdaptFirst(BoundMixing):
     """Adapt, then combine."""
 
-    def __init__(self, spec: Decentralized, comm: Comm, x: Any, lr: float, name: str) -> None:
-        super().__init__(spec.rule, comm, x, lr, name)
-        self.spec = spec
+    def __init__(
+        self, rule: Rule, how: Averaging, comm: Comm, x: Any, lr: float, name: str
+    ) -> None:
+        super().__init__(rule, comm, x, lr, name)
+        self.how = how
 
     def on_params(self) -> bool:
         """Combine."""
         self.t += 1
-        if self.t % self.spec.interval:
+        step, rest = divmod(self.t, self.how.interval)
+        if rest:
             return False
-        step = self.t // self.spec.interval - 1
+        graph, _, memory = self.how
         neighbor_allreduce(
-            self.comm, self.x, topology=self.spec.topology, step=step, name=self.name
+            self.comm, self.x, topology=graph, step=step - 1, codec=memory, name=self.name
         )
         return True
 
+    def state_dict(self) -> dict[str, Any]:
+        """The replicas, too."""
+        memory = self.how.memory
+        replicas = None if memory is None else memory.state_dict()
+        return {**super().state_dict(), "replicas": replicas}
 
-class _CombineFirst(BoundMixing):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore; the parameters are the caller's to restore, before this."""
+        super().load_state_dict(state)
+        if self.how.memory is not None:
+            self.how.memory.load_state_dict(state["replicas"])
+
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Go on from x, which is equal on all ranks, with no replicas."""
+        super().load_resized(state)
+        if self.how.memory is not None:
+            self.how.memory.reset()
+
+
+class CombineFirst(AdaptFirst):
     """Combine while adapting: x travels during the gradient, and its mean takes the step."""
 
-    def __init__(self, spec: Decentralized, comm: Comm, x: Any, lr: float, name: str) -> None:
-        super().__init__(spec.rule, comm, x, lr, name)
-        self.spec = spec
+    def __init__(
+        self, rule: Rule, how: Averaging, comm: Comm, x: Any, lr: float, name: str
+    ) -> None:
+        super().__init__(rule, how, comm, x, lr, name)
         self.mixed = device_of(x).like(x, tuple(x.shape))
         self.work: Work[Any] | None = None
+        self.arrived = False  # whether `mixed` has been restored, and waits for its step
 
     def before_step(self) -> bool:
         """Combine what was sent when the step before ended."""
-        work = self.work or self._start()  # nobody was asked before the first step
-        if work is None:
-            return False
-        self.x[...] = work.wait()
-        self.work = None
-        return True
+        if self.work is None and not self.arrived:
+            self.work = self._start()  # the first step, or the first after `finish`
+        arrived = self._arrived()
+        if arrived:
+            self.x[...] = self.mixed
+        self.work, self.arrived = None, False
+        return arrived
 
     def on_params(self) -> bool:
         """Send x on its way, for the next step."""
@@ -129,26 +174,42 @@ class _CombineFirst(BoundMixing):
         return False
 
     def _start(self) -> Work[Any] | None:
-        step, rest = divmod(self.t, self.spec.interval)
+        step, rest = divmod(self.t, self.how.interval)
         if rest:
             return None
-        graph = self.spec.topology
+        graph, _, memory = self.how
         return neighbor_allreduce.start(
-            self.comm, self.x, self.mixed, topology=graph, step=step, name=self.name
+            self.comm, self.x, self.mixed, topology=graph, step=step, codec=memory, name=self.name
         )
 
-    def finish(self) -> None:
-        """Drop what is on its way: copies of models that are complete."""
+    def _arrived(self) -> bool:
+        """Wait for what is on its way, and say whether `mixed` is to be used."""
         if self.work is not None:
             self.work.wait()
-            self.work = None
+        return self.arrived or self.work is not None
+
+    def quiesce(self) -> None:
+        """See `Bound`."""
+        self._arrived()
+
+    def finish(self) -> None:
+        """Drop what is on its way: models are complete without."""
+        self._arrived()
+        self.work, self.arrived = None, False
 
     def replace(self, x: Any) -> None:
-        """See `Bound`."""
+        """See `Bound`; what neighbours have heard of the old x is dropped."""
         self.finish()
         super().replace(x)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The mean that is on its way, too."""
+        mixed = copy_of(self.mixed) if self._arrived() else None
+        return {**super().state_dict(), "mixed": mixed}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore; the next step sends x as it is then."""
+        """Restore; what was on its way before is dropped."""
         self.finish()
         super().load_state_dict(state)
+        if state["mixed"] is not None:
+            self.mixed[...], self.arrived = state["mixed"], True

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Algorithm, Bound, Rule
-from relaxmpi.primitives import MAX, Comm, allreduce, broadcast
-from relaxmpi.primitives.devices import device_of
+from relaxmpi.primitives import Comm
 
-__all__ = ["BoundMixing", "MixingAlgorithm", "check_equal_start", "copy_of"]
+__all__ = ["BoundMixing", "MixingAlgorithm"]
 
 
 class MixingAlgorithm(Algorithm):
@@ -40,33 +40,17 @@ class BoundMixing(Bound):
         self.rule.apply(self.stepped, g, self.lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken and the state of the rule."""
-        return {"t": self.t, "rule": self.rule.state_dict()}
+        """Steps taken and their length, and the state of the rule."""
+        return {"t": self.t, "lr": self.lr, "rule": self.rule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore; the parameters are the caller's to restore, before this."""
-        self.t = state["t"]
+        self.t, self.lr = state["t"], state["lr"]
         self.rule.load_state_dict(state["rule"])
 
-
-def copy_of(x: Any) -> Any:
-    """Return a copy, of the same kind."""
-    out = device_of(x).like(x, tuple(x.shape))
-    out[...] = x
-    return out
-
-
-def check_equal_start(comm: Comm, x: Any, name: str) -> None:
-    """Refuse buffers that differ between ranks; collective.
-
-    Raises:
-        ValueError: On every rank.
-    """
-    if comm.size == 1:
-        return
-    theirs = broadcast(comm, copy_of(x), name=f"start of {name}")
-    if allreduce(comm, int(not bool((theirs == x).all())), op=MAX, name=f"equal start of {name}"):
-        raise ValueError(
-            f"x{f' of {name}' * bool(name)} must be equal on all ranks at the start, as each keeps "
-            "replicas of its neighbours': rx.broadcast(comm, x) first"
-        )
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Go on from x, with the rule's state of another rank and nothing on its way."""
+        x = copy_of(self.x)
+        self.finish()
+        BoundMixing.load_state_dict(self, state)
+        self.replace(x)

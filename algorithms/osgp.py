@@ -8,14 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Rule
-from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, copy_of
+from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm
+from relaxmpi.algorithms.osgp_async import BoundAsyncOSGP
 from relaxmpi.algorithms.sgd import SGD
 from relaxmpi.primitives import (
     SUM,
     Codec,
     Comm,
     DifferenceCompression,
+    Hierarchy,
+    Identity,
     OnePeerExponential,
     Topology,
     Work,
@@ -93,9 +97,21 @@ class OSGP(MixingAlgorithm):
                 "DifferenceCompression"
             )
 
-    def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> BoundOSGP:
-        """See `Algorithm.bind`."""
-        return BoundOSGP(self, comm, x, lr, name)
+    def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> BoundOSGP | BoundAsyncOSGP:
+        """See `Algorithm.bind`; collective if tau is None, and with a codec.
+
+        Each in-neighbour's replica of x is then sent to it in full precision.
+        """
+        if self.tau and isinstance(comm, Hierarchy) and comm.size > 1:
+            raise ValueError(
+                "on a Hierarchy a push ends when all of the node have its result, so nothing "
+                f"could overlap: use SGP() there, or OSGP(tau={self.tau}) on a flat Comm"
+            )
+        if self.tau is not None:
+            return BoundOSGP(self, comm, x, lr, name)
+        codec = None if self.codec is None else DifferenceCompression(self.codec, self.gamma)
+        how = self.rule, self.topology, self.send_every, self.biased, codec
+        return BoundAsyncOSGP(*how, comm, x, lr, name)
 
     @property
     def lockstep(self) -> bool:
@@ -149,7 +165,23 @@ class BoundOSGP(BoundMixing):
         self.y = x if spec.biased else copy_of(x)
         self.w = np.ones(1)
         self.flight: deque[tuple[int, Work[Any] | _Arrived]] = deque()
-        self.codec = None if spec.codec is None else DifferenceCompression(spec.codec, spec.gamma)
+        self.codec = None if spec.codec is None else self._replicas(spec.codec)
+
+    def _replicas(self, codec: Codec) -> DifferenceCompression:
+        """Let both ends of each edge begin with x itself, so that only differences are coded."""
+        memory, graph = DifferenceCompression(Identity(), self.spec.gamma), self.spec.topology
+        for step in range(graph.period(self.comm.size) or 0):
+            push_sum(
+                self.comm,
+                copy_of(self.y),
+                np.ones(1),
+                topology=graph,
+                step=step,
+                codec=memory,
+                name=self.name,
+            )
+        memory.codec = codec
+        return memory
 
     @property
     def stepped(self) -> Any:
@@ -157,12 +189,11 @@ class BoundOSGP(BoundMixing):
         return self.y
 
     def on_params(self) -> None:
-        """Push, fold in what is due, divide."""
+        """Push, and fold in what is due."""
         if self.t % self.spec.send_every == 0:
             self.flight.append((self.t, self._push()))
         while self.flight and self._due(*self.flight[0]):
             self._fold()
-        self._debias()
         self.t += 1
 
     def _push(self) -> Work[Any]:
@@ -186,10 +217,9 @@ class BoundOSGP(BoundMixing):
         self.y += dx
         self.w += dw
 
-    def _debias(self) -> None:
-        if self.y is not self.x:
-            self.x[...] = self.y
-            self.x /= self.w[0].item()
+    def model(self) -> tuple[Any, float]:
+        """Y / w."""
+        return self.y, 1.0 if self.spec.biased else self.w[0].item()
 
     def _land(self) -> list[tuple[int, Any, float]]:
         """Wait for all messages, and let them wait for their steps."""
@@ -211,7 +241,7 @@ class BoundOSGP(BoundMixing):
         """Fold in all messages at once."""
         while self.flight:
             self._fold()
-        self._debias()
+        self.settle()
 
     def replace(self, x: Any) -> None:
         """See `Bound`."""
@@ -233,7 +263,7 @@ class BoundOSGP(BoundMixing):
         self._land()
         self.y[...] = state["y"]
         self.w[...] = state["w"]
-        self._debias()
+        self.settle()
         self.flight = deque((t, _Arrived(copy_of(dx), dw)) for t, dx, dw in state["flight"])
         if self.codec is not None:
             self.codec.load_state_dict(state["codec"])

@@ -1,7 +1,8 @@
 """Kernels of gossip: weighted sums, shares of push-sum, and replicas that follow what was sent.
 
 All work on arrays of one type, float or complex; weights are rounded to the precision of the
-numbers. Outputs may be one of the inputs.
+numbers. Outputs may be one of the inputs, and each such case has a loop of its own: the compiler
+vectorises a loop only where it sees, or finds at run time, that arrays do not overlap.
 """
 
 from typing import Any
@@ -24,9 +25,18 @@ def _scaled(x: Numbers, weight: Any, out: Numbers) -> None:
         out[i] = weight * x[i]
 
 
+@jit
+def _scale(x: Numbers, weight: Any) -> None:
+    for i in range(x.size):
+        x[i] *= weight
+
+
 def scaled(x: Numbers, weight: float, out: Numbers) -> None:
     """Out = weight x."""
-    _scaled(x, _real(x, weight), out)
+    if out is x:
+        _scale(x, _real(x, weight))
+    else:
+        _scaled(x, _real(x, weight), out)
 
 
 @jit
@@ -48,9 +58,21 @@ def _pair(a: Numbers, of_a: Any, b: Numbers, of_b: Any, out: Numbers) -> None:
         out[i] = of_a * a[i] + of_b * b[i]
 
 
+@jit
+def _pair_into(a: Numbers, of_a: Any, b: Numbers, of_b: Any) -> None:
+    for i in range(a.size):
+        b[i] = of_a * a[i] + of_b * b[i]
+
+
 def pair(a: Numbers, of_a: float, b: Numbers, of_b: float, out: Numbers) -> None:
     """Out = of_a a + of_b b."""
-    _pair(a, _real(a, of_a), b, _real(b, of_b), out)
+    of_a, of_b = _real(a, of_a), _real(b, of_b)
+    if out is a:
+        _pair_into(b, of_b, a, of_a)  # a sum of two is the same either way round
+    elif out is b:
+        _pair_into(a, of_a, b, of_b)
+    else:
+        _pair(a, of_a, b, of_b, out)
 
 
 @jit
@@ -59,9 +81,26 @@ def _mix(so_far: Numbers, x: Numbers, weight: Any, out: Numbers) -> None:
         out[i] = so_far[i] + weight * x[i]
 
 
+@jit
+def _mix_into(so_far: Numbers, x: Numbers, weight: Any) -> None:
+    for i in range(x.size):
+        so_far[i] += weight * x[i]
+
+
+@jit
+def _mix_onto(so_far: Numbers, x: Numbers, weight: Any) -> None:
+    for i in range(x.size):
+        x[i] = so_far[i] + weight * x[i]
+
+
 def mix(so_far: Numbers, x: Numbers, weight: float, out: Numbers) -> None:
     """Out = so_far + weight x."""
-    _mix(so_far, x, _real(x, weight), out)
+    if out is so_far:
+        _mix_into(so_far, x, _real(x, weight))
+    elif out is x:
+        _mix_onto(so_far, x, _real(x, weight))
+    else:
+        _mix(so_far, x, _real(x, weight), out)
 
 
 @jit
@@ -102,5 +141,5 @@ def _meet(x: Numbers, mine: Numbers, theirs: Numbers, half: Any) -> None:
 
 
 def meet(x: Numbers, mine: Numbers, theirs: Numbers) -> None:
-    """x += (theirs - mine) / 2; the same bits on both sides where x is still mine."""
+    """Add (theirs - mine) / 2 to x: the same bits on both sides where x is still mine."""
     _meet(x, mine, theirs, _real(x, 0.5))

@@ -9,6 +9,7 @@ from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.codecs import Codec, Key
 from relaxmpi.primitives.devices import Device, Flat, device_of
 from relaxmpi.primitives.feedback import ErrorFeedback
+from relaxmpi.primitives.gossip.difference import Replicas
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.wire import Wire, wire_for
 from relaxmpi.primitives.work import Flow
@@ -53,6 +54,11 @@ def check_coded(dtype: str, codec: Lossy | None) -> None:
     """Refuse what is no codec, and numbers that codecs do not encode."""
     if codec is None:
         return
+    if isinstance(codec, Replicas):
+        raise TypeError(
+            f"{type(codec).__name__} belongs to gossip; an all-reduce remembers what it has lost: "
+            "use ErrorFeedback(codec)"
+        )
     if not isinstance(codec, (Codec, ErrorFeedback)):
         raise TypeError(
             f"codec must be a Codec such as Quantizer(bits=8), or an ErrorFeedback, not {codec!r}"

@@ -143,11 +143,14 @@ class NoticeBoard:
         """Tell everybody that this rank's program ends, and after how many calls."""
         self._post(_Kind.LEFT, self._ended, "")
 
+    def left(self) -> set[int]:
+        """Hear the peers, and return those whose programs have ended."""
+        self.hear()
+        return {r for r, said in self._gone.items() if said.kind is _Kind.LEFT}
+
     def all_gone(self) -> bool:
         """Whether every other rank has left; one that has given up may be about to abort."""
-        self.hear()
-        left = [said for said in self._gone.values() if said.kind is _Kind.LEFT]
-        return len(left) == self.size - 1
+        return len(self.left()) == self.size - 1
 
     def _explain_gone(self, work: Work[Any], gone: dict[int, Gone]) -> RelaxError:
         left = sorted(r for r, said in gone.items() if said.kind is _Kind.LEFT)

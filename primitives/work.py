@@ -208,6 +208,8 @@ class Queue:
         self.filled: threading.Event | None = None
         self.together: list[Queue] = [] if beside is None else beside.together
         self.together.append(self)
+        # What looks after messages that nobody waits for, whenever somebody looks.
+        self.pollers: list[Callable[[], None]] = [] if beside is None else beside.pollers
 
     def __len__(self) -> int:
         return len(self._works)
@@ -237,10 +239,29 @@ class Queue:
             self._works.append(work)
             self._advance()
         if not work._done:
-            for queue in self.together:
-                if queue.filled is not None:
-                    queue.filled.set()
+            self._rouse()
         return work
+
+    def poll(self, poller: Callable[[], None]) -> None:
+        """Call this from now on whenever somebody looks, in whatever thread, under the lock."""
+        with self._lock:
+            self.pollers.append(poller)
+        self._rouse()
+
+    def unpoll(self, poller: Callable[[], None]) -> None:
+        """Call it no more."""
+        with self._lock:
+            self.pollers.remove(poller)
+
+    def _rouse(self) -> None:
+        for queue in self.together:
+            if queue.filled is not None:
+                queue.filled.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to look after."""
+        return bool(self.pollers) or not self.all_idle
 
     def close(self) -> None:
         """Leave the queues that move together."""
@@ -289,6 +310,8 @@ class Queue:
                 recorder.waited(begin, end, work.call)
 
     def _move(self) -> float:
+        for poll in self.pollers:
+            poll()
         for queue in self.together:
             if not queue.idle:
                 queue._advance()

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mpi4py import MPI
 
+from relaxmpi.primitives.mailbox_mpi import MpiMailbox
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.transport import Request
 from relaxmpi.primitives.transport_mpi import MpiTransport
 
 if TYPE_CHECKING:
-    from collections.abc import MutableSet, Sequence
+    from collections.abc import Collection, MutableSet, Sequence
 
     from relaxmpi.primitives.background import Background
     from relaxmpi.primitives.comm import Comm
@@ -90,6 +91,19 @@ class MpiLink:
     def transport(self, settings: Settings, stats: Stats, nodes: int) -> MpiTransport:
         """See `Link`."""
         return MpiTransport(self._mpi, settings, stats, nodes)
+
+    def mailbox(
+        self,
+        length: int,
+        peers: tuple[Collection[int], Collection[int]],
+        ring: int,
+        settings: Settings,
+        stats: Stats,
+        nodes: int,
+    ) -> MpiMailbox:
+        """See `Link`."""
+        transport = MpiTransport(self._mpi, settings, stats, nodes)
+        return MpiMailbox(self._mpi, transport, length, peers, ring)
 
     def free(self) -> None:
         """See `Link`."""

@@ -234,6 +234,7 @@ class Channel:
         self.fabric, self.members = fabric, members
         self._places = [fabric.nodes[rank.index] for rank in members]
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in members]
+        self.mail: dict[int, Any] = {}  # what the ranks' mailboxes share, by receiver
         self._freed = 0
         self._forget = forget
         self._pipes: dict[tuple[int, int, str], Pipe] = {}

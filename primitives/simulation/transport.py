@@ -61,12 +61,15 @@ class SimulatedTransport:
 
     def isend(self, data: Any, dest: int, tag: int = TAG) -> Request:
         """Start sending the bytes of `data`, which are copied now."""
-        me = self._me
-        if me.dead:
+        if self._me.dead:
             return Never()
+        return self._send(self.parcel(data, dest, tag), dest)
+
+    def parcel(self, data: Any, dest: int, tag: int = TAG) -> Parcel:
+        """Make a message of a copy of the bytes of `data`, and count it."""
         self._count(data.nbytes)
         (parcel,) = self.addressed(data.view(np.uint8).copy(), [dest], tag)
-        return self._send(parcel, dest)
+        return parcel
 
     def announce(self, header: Any, dest: int, tag: int) -> Request:
         """Start sending a short header, which is no payload and does not scale."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from relaxmpi.primitives.topology import Topology
 
-if TYPE_CHECKING:
-    from relaxmpi.primitives.edges import Edges
-
-__all__ = ["Known", "Route", "checked_step", "pair_with", "route_of"]
+__all__ = ["Known", "Route", "checked_step", "look_at", "pair_with", "route_at"]
 
 # A schedule is looked at for so many pairs of a step and a rank when it is first used.
 _LOOKS = 4096
@@ -67,20 +64,17 @@ def look_at(topology: Topology, rank: int, n: int, step: int | None) -> Known:
     for k in steps:
         topology.check(n, k)
     doubly = all(topology.doubly_stochastic(n, k) for k in steps)
-    return Known(doubly, None if topology.varies else _route(topology, rank, n, 0))
+    return Known(doubly, None if topology.varies else route_at(topology, rank, n, 0))
 
 
-def route_of(edges: Edges, topology: Topology, step: int | None, rank: int, n: int) -> Route:
-    """Return the route of a call over a topology that the ranks have agreed on."""
-    known = edges.known[topology]
-    return _route(topology, rank, n, step or 0) if known.route is None else known.route
-
-
-def _route(topology: Topology, rank: int, n: int, step: int) -> Route:
+def route_at(topology: Topology, rank: int, n: int, step: int) -> Route:
+    """Return the route of a rank at a step."""
     out, into = topology.out(rank, n, step), topology.into(rank, n, step)
-    keep = float(topology.self_weight(rank, n, step))
-    return Route(_sorted(out), _sorted(into), keep)
-
-
-def _sorted(weights: dict[int, Any]) -> dict[int, float]:
-    return {peer: float(weights[peer]) for peer in sorted(weights)}
+    keep = max(0.0, float(topology.self_weight(rank, n, step)))
+    # Sends begin with the right-hand neighbour, so that not all ranks begin with the same one.
+    onwards = sorted(out, key=lambda peer: (peer - rank) % n)
+    return Route(
+        {peer: float(out[peer]) for peer in onwards},
+        {peer: float(into[peer]) for peer in sorted(into)},
+        keep,
+    )

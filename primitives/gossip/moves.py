@@ -13,8 +13,8 @@ from relaxmpi.primitives.work import in_background
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.devices import Flat
-    from relaxmpi.primitives.edges import Exchange
-    from relaxmpi.primitives.routes import Route
+    from relaxmpi.primitives.gossip.edges import Exchange
+    from relaxmpi.primitives.gossip.routes import Route
     from relaxmpi.primitives.work import Flow
 
 __all__ = ["average", "meet", "push"]
@@ -94,7 +94,7 @@ def push(exchange: Exchange, flat: Flat, w: Any, route: Route) -> Flow[tuple[Any
     for peer, data in arriving.items():
         exchange.receive(peer, data, room.count)
     weight = float(w[0])
-    for peer, share in _shares(room, x, route).items():
+    for peer, share in _shares(room, x, route, exchange.held).items():
         exchange.send(peer, share, room.count, route.out[peer] * weight)
     w[0] = route.keep * weight
 
@@ -109,6 +109,8 @@ def push(exchange: Exchange, flat: Flat, w: Any, route: Route) -> Flow[tuple[Any
                 total = room.widen(data)
             else:
                 room.kernels.accumulate(total, room.widen(data))
+        if exchange.held:
+            yield exchange.left()
         exchange.leave()
         if total is None:
             return room.device.zeros(room.count, room.dtype), dw
@@ -120,9 +122,15 @@ def push(exchange: Exchange, flat: Flat, w: Any, route: Route) -> Flow[tuple[Any
     return rest()
 
 
-def _shares(room: Room, x: Any, route: Route) -> dict[int, Any]:
-    """Return what goes to each rank, and leave in x what is kept."""
+def _shares(room: Room, x: Any, route: Route, held: bool) -> dict[int, Any]:
+    """Return what goes to each rank, and leave in x what is kept.
+
+    Where that is equal, and x is held until the call ends, x itself is what goes.
+    """
     kernels, wide = room.kernels, room.widen(x)
+    if held and wide is x and set(route.out.values()) == {route.keep}:
+        kernels.scaled(x, route.keep, x)
+        return dict.fromkeys(route.out, x)
     by_weight: dict[float, Any] = {}
     weights = sorted(set(route.out.values()))
     for weight in weights:
@@ -143,19 +151,27 @@ def _shares(room: Room, x: Any, route: Route) -> dict[int, Any]:
 
 
 def meet(exchange: Exchange, flat: Flat, peer: int) -> Flow[None]:
-    """Post a snapshot of x to a peer; the flow moves x half of the way to the peer's."""
+    """Post x, or a snapshot of it, to a peer; the flow moves x half of the way to the peer's."""
     room, x = Room(exchange, flat), flat.data
-    mine, theirs = room.take(), room.take()
+    theirs = room.take()
     exchange.receive(peer, theirs, room.count)
-    room.device.copy(mine, x)
+    mine = x
+    if not exchange.held:
+        mine = room.take()
+        room.device.copy(mine, x)
     exchange.send(peer, mine, room.count)
 
     def rest() -> Flow[None]:
         yield from exchange.arrived(peer)
+        if exchange.held:
+            yield exchange.left()
         # A progress thread must not write to what its caller may be changing.
         yield Turn(lambda: not in_background())
         wide = room.widen(x)
-        room.kernels.meet(wide, room.widen(mine), room.widen(theirs))
+        if mine is x:
+            room.kernels.pair(wide, 0.5, room.widen(theirs), 0.5, wide)
+        else:
+            room.kernels.meet(wide, room.widen(mine), room.widen(theirs))
         room.narrow(wide, x)
         exchange.leave()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from relaxmpi.primitives.errors import MismatchError, PeerTimeout, RelaxError
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.edges import Edges, Exchange
+    from relaxmpi.primitives.gossip.edges import Edges, Exchange
     from relaxmpi.primitives.work import Work
 
 __all__ = ["EdgePatience"]
@@ -45,10 +45,10 @@ class EdgePatience:
         for peer, number in exchange.waiting.items():
             gone = board.gone_before(peer, number)
             if gone is not None:
-                board.break_off(str(exchange))
+                self.break_off()
                 return type(gone)(f"rank {edges.rank} waits in {exchange}, but {gone}")
         if work.waited > board.timeout:
-            board.break_off(str(exchange))
+            self.break_off()
             return PeerTimeout(
                 f"rank {edges.rank} in {exchange}: {self._missing()} for {board.timeout:g} s. This "
                 "Comm cannot be used any more; if the peers are only slow, raise "
@@ -67,7 +67,7 @@ class EdgePatience:
         return None
 
     def _missing(self) -> str:
-        waiting = self.exchange.waiting
+        waiting = self.exchange.silent()
         if waiting:
             return f"nothing from rank{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}"
         sent = self.exchange.sent
@@ -76,8 +76,11 @@ class EdgePatience:
     def due(self, work: Work[Any]) -> float:
         """Return the seconds of waiting until the warning or the timeout."""
         board = self._edges.board
-        timeout: float = board.timeout
-        return timeout if self._warned else float(board.warn_after)
+        return board.timeout if self._warned else board.warn_after
+
+    def break_off(self) -> None:
+        """Tell the neighbours that nothing more comes from this rank."""
+        self._edges.board.break_off(str(self.exchange))
 
     def give_up(self, work: Work[Any]) -> None:
         """Nothing: what the peers need of this call is under way."""

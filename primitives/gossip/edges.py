@@ -1,8 +1,10 @@
 """What the neighbour verbs of one Comm share: numbered messages on each edge, and their checks.
 
-Every call that uses an edge sends a header and, right behind it, the numbers, under one tag that
-counts the calls on that edge. Headers have one size, so a call that does not fit is recognised
-whatever its length, and the numbers go out of the caller's memory without a copy.
+Every call that uses an edge sends a header and, right behind it, the numbers, which go out of the
+caller's memory without a copy. Headers have one size and a tag that counts the calls on their
+edge, so a call that does not fit is recognised whatever its length. The tag of the numbers also
+depends on what the call is: a receive must never meet a longer message, because Open MPI does not
+survive one that is cut off in the middle of a rendezvous.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ import numpy as np
 
 from relaxmpi.primitives.buffers import Buffers
 from relaxmpi.primitives.calls import Call
-from relaxmpi.primitives.edge_patience import EdgePatience
 from relaxmpi.primitives.errors import MismatchError
-from relaxmpi.primitives.pool import Pool
+from relaxmpi.primitives.gossip.patience import EdgePatience
+from relaxmpi.primitives.gossip.pool import Pool
 from relaxmpi.primitives.transport import TAG, Every, Request
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
-    from relaxmpi.primitives.routes import Known, Route
+    from relaxmpi.primitives.gossip.routes import Known, Route
+    from relaxmpi.primitives.notices import NoticeBoard
     from relaxmpi.primitives.topology import Topology
     from relaxmpi.primitives.transport import Transport
     from relaxmpi.primitives.work import Flow
@@ -34,7 +37,9 @@ __all__ = ["Edges", "Exchange", "Header"]
 
 _LAYOUT = struct.Struct("<4sIiIqqqdQ136s")
 _MAGIC, _VERSION = b"rlxm", 1
-_FIRST_TAG, _TAGS = TAG + 15, 2**14
+_HEADERS, _COUNTED = TAG + 15, 2**13
+_NUMBERS, _TOLD_APART = 2**14, 2**14
+_AGED = 40503  # odd, so that ages do not cancel numbers
 _NO_STEP = -1
 
 
@@ -46,7 +51,7 @@ class Header(NamedTuple):
         version: Of this layout.
         sender: Its rank.
         age: How many messages the codec's memory has sent on this edge.
-        count: Numbers.
+        size: How many numbers follow.
         number: Of the message on its edge.
         step: Of the call, -1 without one.
         weight: Of push-sum, the part of w that goes along.
@@ -58,7 +63,7 @@ class Header(NamedTuple):
     version: int
     sender: int
     age: int
-    count: int
+    size: int
     number: int
     step: int
     weight: float
@@ -84,15 +89,18 @@ class Exchange:
     Attributes:
         waiting: The number of the message that has not arrived, for each rank that owes one.
         sent: The number of the message sent to each rank.
+        held: Whether the caller waits, so that its numbers can be sent from where they lie.
     """
 
     def __init__(self, edges: Edges, call: Call, transport: Transport, step: int | None) -> None:
         self._edges, self.call, self._transport = edges, call, transport
         self._step = _NO_STEP if step is None else step
         self._code, self._text = _coded(call.what)
-        self.rank, self.buffers = edges.rank, edges.buffers
+        self.rank: int = edges.rank
+        self.buffers: Buffers = edges.buffers
         self.waiting: dict[int, int] = {}
         self.sent: dict[int, int] = {}
+        self.held = False
         self._arriving: dict[int, tuple[Any, Request, Request | None, int, int]] = {}
         self._leaving: list[Request] = []
 
@@ -102,10 +110,11 @@ class Exchange:
         number = edges.received[peer]
         edges.received[peer] = number + 1
         self.waiting[peer] = number
-        tag = _FIRST_TAG + number % _TAGS
         header = np.empty(_LAYOUT.size, np.uint8)
-        first = edges.host.irecv(header, peer, tag)
-        second = self._transport.irecv(data, peer, tag) if len(data) else None
+        first = edges.host.irecv(header, peer, _HEADERS + number % _COUNTED)
+        second = None
+        if len(data):
+            second = self._transport.irecv(data, peer, self._tag(number, age))
         self._arriving[peer] = header, first, second, count, age
 
     def send(self, peer: int, data: Any, count: int, weight: float = 0.0, age: int = 0) -> None:
@@ -114,7 +123,6 @@ class Exchange:
         number = edges.sent[peer]
         edges.sent[peer] = number + 1
         self.sent[peer] = number
-        tag = _FIRST_TAG + number % _TAGS
         packed = _LAYOUT.pack(
             _MAGIC,
             _VERSION,
@@ -127,16 +135,20 @@ class Exchange:
             self._code,
             self._text,
         )
-        self._leaving.append(edges.host.announce(np.frombuffer(packed, np.uint8), peer, tag))
+        header = np.frombuffer(packed, np.uint8)
+        self._leaving.append(edges.host.announce(header, peer, _HEADERS + number % _COUNTED))
         if len(data):
-            self._leaving.append(self._transport.isend(data, peer, tag))
+            self._leaving.append(self._transport.isend(data, peer, self._tag(number, age)))
+
+    def _tag(self, number: int, age: int) -> int:
+        return _NUMBERS + (self._code + _AGED * age + number) % _TOLD_APART
 
     def arrived(self, peer: int) -> Flow[Header]:
         """Wait for the message of a peer, which must fit this call."""
         header, first, second, count, age = self._arriving[peer]
         yield first
         said = Header._make(_LAYOUT.unpack(header))
-        if (said.code, said.step, said.count, said.age) != (self._code, self._step, count, age):
+        if (said.code, said.step, said.size, said.age) != (self._code, self._step, count, age):
             self._unfit(peer, said, age)
         if second is not None:
             yield second
@@ -144,7 +156,7 @@ class Exchange:
         return said
 
     def _unfit(self, peer: int, said: Header, age: int) -> None:
-        me, edges = self._edges.rank, self._edges
+        me = self.rank
         if said.magic != _MAGIC or said.version != _VERSION:
             why = f"rank {peer} sends what is no message of this version of relaxmpi"
         elif (said.code, said.step) == (self._code, self._step):
@@ -156,6 +168,10 @@ class Exchange:
             why = f"rank {me}: {self}; rank {peer}: {said.words}"
         self._edges.give_up(self, peer, why)
         raise MismatchError(f"the ranks disagree on their edge: {why}")
+
+    def silent(self) -> list[int]:
+        """Return the ranks that nothing has come from."""
+        return [peer for peer in self.waiting if not self._arriving[peer][1].test()]
 
     def left(self) -> Request:
         """Return the request of all sends."""
@@ -179,9 +195,10 @@ class Edges:
         buffers: Memory of messages.
         known: The topologies that all ranks have agreed on.
         learning: What is kept of one that they are about to agree on.
+        littered: Whether a call that failed has left messages that nobody takes.
     """
 
-    def __init__(self, comm: Comm, board: Any, host: Transport) -> None:
+    def __init__(self, comm: Comm, board: NoticeBoard, host: Transport) -> None:
         self._comm, self.board, self.host = comm, board, host
         self.rank = comm.rank
         self.sent: Counter[int] = board.sent
@@ -190,6 +207,7 @@ class Edges:
         self.buffers = Buffers()
         self.known: dict[Topology, Known] = {}
         self.learning: Known
+        self.littered = False
         self._failed: set[tuple[int, int]] = set()
         self._unfit: dict[tuple[int, int], str] = {}
         self._complaint: str | None = None
@@ -232,6 +250,8 @@ class Edges:
     def failed(self, exchange: Exchange) -> None:
         """Note that this rank has seen an error of this call: its peers may see it, too."""
         self._failed.update(exchange.sent.items())
+        self._comm._world.keep(exchange)
+        self.littered = True
 
     def sort(self) -> None:
         """Take in what peers say of this rank's messages; keep what is too late for its call."""
@@ -240,17 +260,20 @@ class Edges:
             peer, number, why = unfit.pop()
             if (peer, number) in self._failed:
                 self._failed.discard((peer, number))
-            elif any(
-                work.patience.exchange.sent.get(peer) == number for work in self.pool.movable()
-            ):
+                continue
+            self.littered = True
+            if any(call.sent.get(peer) == number for call in self._pending()):
                 self._unfit[peer, number] = why
             else:
                 self._complaint = f"rank {peer}: {why}"
 
+    def _pending(self) -> list[Exchange]:
+        patiences = [work.patience for work in self.pool.movable()]
+        return [p.exchange for p in patiences if isinstance(p, EdgePatience)]
+
     def refusal(self, exchange: Exchange) -> str | None:
         """Return what a peer says against this call, if one does."""
-        unsent: dict[tuple[int, int], str] = self.board.unsent
-        for known, edges in ((unsent, exchange.waiting), (self._unfit, exchange.sent)):
+        for known, edges in ((self.board.unsent, exchange.waiting), (self._unfit, exchange.sent)):
             for edge in edges.items():
                 if edge in known:
                     return f"rank {edge[0]}: {known.pop(edge)}"
