@@ -58,7 +58,7 @@ def test_nobody_waits_for_a_slow_worker_in_the_simulated_world(launch, tmp_path)
     pytest.importorskip("matplotlib")
     out = tmp_path / "slow.png"
     script = EXAMPLES / "slow_worker.py"
-    result = launch(script, 1, "--simulated", "4", "--out", str(out), timeout=90)
+    result = launch(script, 1, "--simulated", "4", "--out", str(out), timeout=150)
     assert result.returncode == 0, result.stderr
     steps = steps_of(result.stdout)
     assert steps["AllReduce SGD"] == steps["OSGP, tau = 16"] == [200, 200]
@@ -73,7 +73,7 @@ def test_slow_worker_on_real_ranks(launch, tmp_path):
     pytest.importorskip("matplotlib")
     script = EXAMPLES / "slow_worker.py"
     options = "--steps", "8", "--out", str(tmp_path / "slow.png")
-    result = launch(script, 3, *options, timeout=90)
+    result = launch(script, 3, *options, timeout=150)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("3 ranks"), "rank 0 alone prints"
     steps = steps_of(result.stdout)
