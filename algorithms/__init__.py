@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from relaxmpi.algorithms.ad_psgd import ADPSGD
     from relaxmpi.algorithms.adamw import AdamW
     from relaxmpi.algorithms.attach_ddp import DDPHook, ddp_hook
     from relaxmpi.algorithms.attach_flags import NonFinite
@@ -15,24 +16,40 @@ if TYPE_CHECKING:
     from relaxmpi.algorithms.attach_sync import Sync
     from relaxmpi.algorithms.attach_torch import attach
     from relaxmpi.algorithms.base import Algorithm, Bound, Local, Rule
+    from relaxmpi.algorithms.choco import Choco, LowPrecisionDecentralized
+    from relaxmpi.algorithms.decentralized import Decentralized, Order
+    from relaxmpi.algorithms.diloco import DiLoCo
     from relaxmpi.algorithms.freezing import VarianceRatio
+    from relaxmpi.algorithms.local_sgd import LocalSGD
     from relaxmpi.algorithms.onebit_adam import OneBitAdam
+    from relaxmpi.algorithms.osgp import OSGP, SGP
     from relaxmpi.algorithms.qsgd import QSGD, ByteGrad
     from relaxmpi.algorithms.sgd import SGD
+    from relaxmpi.algorithms.slowmo import SlowMo
 
 __all__ = [
+    "ADPSGD",
+    "OSGP",
     "QSGD",
     "SGD",
+    "SGP",
     "AdamW",
     "Algorithm",
     "Bound",
     "ByteGrad",
+    "Choco",
     "DDPHook",
+    "Decentralized",
+    "DiLoCo",
     "Local",
+    "LocalSGD",
+    "LowPrecisionDecentralized",
     "NonFinite",
     "OneBitAdam",
     "OneBitAdamOptimizer",
+    "Order",
     "Rule",
+    "SlowMo",
     "Sync",
     "SyncStats",
     "VarianceRatio",
@@ -41,15 +58,25 @@ __all__ = [
 ]
 
 _HOME = {
+    "ADPSGD": "ad_psgd",
     "AdamW": "adamw",
     "Algorithm": "base",
     "Bound": "base",
     "ByteGrad": "qsgd",
+    "Choco": "choco",
     "DDPHook": "attach_ddp",
+    "Decentralized": "decentralized",
+    "DiLoCo": "diloco",
     "Local": "base",
+    "LocalSGD": "local_sgd",
+    "LowPrecisionDecentralized": "choco",
+    "OSGP": "osgp",
+    "Order": "decentralized",
     "QSGD": "qsgd",
     "Rule": "base",
     "SGD": "sgd",
+    "SGP": "osgp",
+    "SlowMo": "slowmo",
     "NonFinite": "attach_flags",
     "OneBitAdam": "onebit_adam",
     "OneBitAdamOptimizer": "attach_onebit",

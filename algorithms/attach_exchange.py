@@ -11,11 +11,21 @@ import torch
 from torch import nn
 
 from relaxmpi.algorithms.attach_bucket import OwnRule, Part, Slot
+from relaxmpi.algorithms.attach_engine import Engine
 from relaxmpi.algorithms.attach_flags import Facts, Flags, NonFinite
-from relaxmpi.algorithms.attach_model import Watch, broadcast_bytes, settings
+from relaxmpi.algorithms.attach_model import broadcast_bytes, settings
 from relaxmpi.algorithms.attach_stats import Meter
 from relaxmpi.algorithms.base import Algorithm, Bound
-from relaxmpi.primitives import Comm, NonFiniteError, RelaxError, broadcast, buckets_of
+from relaxmpi.primitives import (
+    MAX,
+    Comm,
+    NonFiniteError,
+    RelaxError,
+    allreduce,
+    barrier,
+    broadcast,
+    buckets_of,
+)
 
 __all__ = ["Exchange"]
 
@@ -29,24 +39,18 @@ _TWICE = (
 )
 
 
-class Exchange:
+class Exchange(Engine):
     """Exchanges gradients in windows, each from one step of the optimizer to the next.
 
     In a window every bucket is started once, in bucket order, so that all ranks make the same
     calls whatever arrives first. It ends with a message that tells all ranks what holds on any.
 
     Attributes:
-        comm: The private Comm of the first bucket, whose `progress()` moves all of them.
-        control: For what must not wait behind gradients.
         others: What moves no gradients.
         slots: One a parameter, in the reverse order of the model.
         parts: The buckets; none before the first window ends.
         order: The slots in the order of the buckets; first, that of arrival.
         facts: What holds on any rank, once everything is exchanged.
-        paused: Whether gradients add up locally.
-        training: Whether this rank has a batch.
-        weight: How much this rank's gradient counts; None for as much as any other.
-        meter: Counts.
     """
 
     def __init__(
@@ -59,15 +63,14 @@ class Exchange:
         overlap: bool,
         nonfinite: NonFinite,
     ) -> None:
-        self.comm, self.nonfinite = comm, nonfinite
-        self.control = Comm.dup(comm)
+        super().__init__(model, optimizer, comm)
+        self.nonfinite = nonfinite
         self._optimizer, self._algorithm = optimizer, algorithm
         self._own_rule = optimizer if isinstance(optimizer, OwnRule) else None
         self._limits = limits
         self._overlap = overlap and (self._own_rule is None or self._own_rule.overlaps)
-        self._watch = Watch(model, optimizer)
         # Backwards: what is not used in the first step probably becomes ready in this order.
-        named = self._watch.trained[::-1]
+        named = self.watch.trained[::-1]
         self.slots = [Slot(self, i, name, p) for i, (name, p) in enumerate(named)]
         self._streams, self.parts = [comm], list[Part]()
         beside = Comm.dup(comm, together=True)
@@ -79,8 +82,6 @@ class Exchange:
         self._started = self._windows = 0
         self.facts: Facts | None = None
         self._error: RelaxError | None = None
-        self.paused, self.training = False, True
-        self.weight: float | None = None
         # Numbers leave as multiples of the last window's mean weight: half precision is narrow.
         self._unit = 1.0
         self._weighed: float | None = None
@@ -90,6 +91,19 @@ class Exchange:
     def pending(self) -> bool:
         """Whether this window has gradients that no step has used."""
         return self._started > 0 or any(slot.arrived for slot in self.slots)
+
+    @property
+    def bound(self) -> list[Bound]:
+        """None before the first step, nor on one rank."""
+        return [part.bound for part in self.parts]
+
+    def hooks(self) -> list[Any]:
+        """A hook on each parameter, unless there is nobody to send its gradient to."""
+        if self.comm.size == 1:
+            return []
+        # The method is untyped in torch.
+        adders: list[Any] = [slot.param.register_post_accumulate_grad_hook for slot in self.slots]
+        return [add(slot) for add, slot in zip(adders, self.slots, strict=True)]
 
     def arrived(self, slot: Slot) -> None:
         """Note the order in the first window; later start the buckets that are complete."""
@@ -178,7 +192,7 @@ class Exchange:
             found = (part.objection() for part in self.parts)
         else:
             found = (slot.objection() for slot in self.slots)
-        return self._watch.objection() or next(filter(None, found), "")
+        return super().objection() or next(filter(None, found), "")
 
     def _judge(self, facts: Facts, objection: str) -> RelaxError | None:
         """Return the error that all ranks raise, if any."""
@@ -222,6 +236,12 @@ class Exchange:
             if seen is slot.sealed or (adopt and not slot.arrived and facts.used[slot.index]):
                 slot.param.grad = slot.view
 
+    def wait(self) -> None:
+        """Exchange this window's gradients."""
+        if self.comm.size > 1:
+            self.finish(adopt=True)
+            self.raise_error()
+
     def raise_error(self) -> None:
         """Raise what `finish` found to be wrong, again until the window is closed."""
         if self._error is not None:
@@ -229,6 +249,10 @@ class Exchange:
 
     def before_step(self) -> None:
         """Let the optimizer see nothing of a step that is left out, and close the window."""
+        if self.comm.size == 1:
+            if objection := self.objection():
+                raise RelaxError(objection)
+            return
         facts = self.finish(adopt=True)
         self.raise_error()
         if facts.culprit is not None and self.nonfinite is NonFinite.SKIP:
@@ -247,6 +271,9 @@ class Exchange:
                 segment.used = bool(facts.used[slot.index])
             ready.append((bound, part.flat, facts.culprit is None and part.touched))
         return ready
+
+    def after_step(self) -> None:
+        """Nothing: parameters are equal."""
 
     def close_window(self) -> None:
         """End a window in which everything was exchanged."""
@@ -268,11 +295,50 @@ class Exchange:
             self.raise_error()
         self.close_window()
 
-    def unseal(self) -> None:
+    def quiesce(self) -> None:
+        """Nothing is on its way between two steps."""
+        used = self.facts is not None and all(slot.param.grad is None for slot in self.slots)
+        self.refuse(self.pending and not used, "save()")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The layout, and the state of each bucket."""
+        order = [self.slots[i].name for i in self.order] if self.parts else None
+        buckets = {part.name: part.bound.state_dict() for part in self.parts}
+        return {"order": order, "buckets": buckets, "unit": self._unit}
+
+    def load_state_dict(self, state: dict[str, Any], *, resized: bool) -> None:
+        """Lay the buckets out as they were, and fill them."""
+        index = {slot.name: slot.index for slot in self.slots}
+        order, buckets = state["order"], state["buckets"]
+        barrier(self.control, name=f"restored order {order}")
+        on_their_way = bool(self.parts) and self.pending and self.facts is None
+        self.refuse(on_their_way, "load_state_dict()")
+        if self.comm.size == 1:
+            return
+        if order is None:  # saved before the first step
+            if self.parts:
+                self.lay_out(self.order)
+            return
+        if sorted(order) != sorted(index):
+            raise ValueError("this state is of a model with other trained parameters")
+        self.lay_out([index[name] for name in order])
+        if [part.name for part in self.parts] != list(buckets):
+            raise ValueError("this state was saved with other bucket sizes: attach with those")
+        self._unit = state["unit"]
+        for part in self.parts:
+            part.bound.load(buckets[part.name], resized=resized)
+
+    def abandon(self) -> None:
         """Forget gradients that are on their way."""
         for slot in self.slots:
             if slot.sealed is not None and slot.param.grad is slot.sealed:
                 slot.param.grad = None
+
+    def end(self) -> None:
+        """Wait for gradients that are on their way, and move all out of the buckets."""
+        if allreduce(self.control, int(self.pending), op=MAX, name="detach"):
+            self.finish(adopt=True)
+        self.give_back()
 
     def give_back(self) -> None:
         """Move gradients out of the buckets, and close all streams."""

@@ -135,6 +135,11 @@ def attaching(
             f"{algorithm.own_rule} has no effect here: the local rule is the optimizer's, so set "
             f"it in {type(optimizer).__name__}"
         )
+    if algorithm.acts_alone and not algorithm.mixes:
+        raise ValueError(
+            f"{algorithm!r} moves parameters after each step, which attach leaves to algorithms "
+            "that mix parameters: use it on arrays, or around one of those"
+        )
     if not isinstance(nonfinite, NonFinite):
         raise TypeError(f"nonfinite must be NonFinite.PASS, RAISE or SKIP, not {nonfinite!r}")
     if min(limits) < 1:

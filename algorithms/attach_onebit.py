@@ -100,6 +100,7 @@ class OneBitAdamOptimizer(torch.optim.Optimizer):
         self._ready: list[tuple[ParameterBound, Any]] | None = None
         self._bounds: list[ParameterBound] = []
         self._saved: dict[str, Any] | None = None
+        self._resized = False
         self._stepping: list[ParameterBound] = []
         self._squares: float | None = None
         super().__init__(
@@ -199,7 +200,7 @@ class OneBitAdamOptimizer(torch.optim.Optimizer):
                 raise ValueError("this state is of an optimizer of other trained parameters")
             self._alone.lay_out([index[name] for name in saved["order"]])
             for part in self._alone.parts:
-                part.bound.load_state_dict(saved["buckets"][part.name])
+                part.bound.load(saved["buckets"][part.name], resized=self._resized)
 
     # What `Exchange` asks of an optimizer that is the algorithm's own rule.
 
@@ -265,7 +266,7 @@ class OneBitAdamOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, on this rank."""
         state = dict(state_dict)
-        self._saved = state.pop("exchange", None)
+        self._saved, self._resized = state.pop("exchange", None), False
         super().load_state_dict(state)
         saved = (i for group in state["param_groups"] for i in group["params"])
         for p, i in zip(self._params(), saved, strict=True):
@@ -274,3 +275,8 @@ class OneBitAdamOptimizer(torch.optim.Optimizer):
         self._made_for = []
         for bound in self._bounds:
             bound.adopt()
+
+    def load_resized(self, state_dict: dict[str, Any]) -> None:
+        """Restore what another number of ranks saved, without what their codecs owed."""
+        self.load_state_dict(state_dict)
+        self._resized = True

@@ -21,9 +21,11 @@ class SyncStats(NamedTuple):
         messages: Messages sent, a step.
         waited: Seconds waited for communication that no computation hid, a step.
         overlap: Share of the time from the first bucket's start to the last one's end that was
-            hidden behind computation, 0 to 1.
-        buckets: Number of buckets; 0 before the first step, and on one rank.
-        skipped: Steps left out because a gradient was not finite, in all.
+            hidden behind computation, 0 to 1; 0 where parameters are mixed.
+        buckets: Number of buckets; 0 on one rank, and before the first step of an algorithm that
+            exchanges gradients.
+        skipped: Steps left out because a gradient was not finite, in all; where parameters are
+            mixed, those of this rank.
     """
 
     steps: int
@@ -58,6 +60,10 @@ class Meter:
         """Take note that the last bucket ended, and since when somebody waited for it."""
         self._busy += ended - self._first
         self._exposed += max(0.0, ended - max(waiting, self._first))
+
+    def exposed(self, seconds: float) -> None:
+        """Take note that somebody waited."""
+        self._exposed += seconds
 
     def stats(self, buckets: int) -> SyncStats:
         """Return the averages."""

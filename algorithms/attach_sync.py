@@ -12,54 +12,51 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from relaxmpi.algorithms.attach_bucket import OwnRule
+from relaxmpi.algorithms.attach_engine import Engine
 from relaxmpi.algorithms.attach_exchange import Exchange
-from relaxmpi.algorithms.attach_flags import NonFinite
 from relaxmpi.algorithms.attach_join import Stateful, joining
 from relaxmpi.algorithms.attach_model import average_buffers, check_equal
 from relaxmpi.algorithms.attach_stats import SyncStats
-from relaxmpi.algorithms.base import Algorithm, Bound
-from relaxmpi.primitives import MAX, Comm, RelaxError, allreduce, barrier
+from relaxmpi.algorithms.base import Bound
+from relaxmpi.primitives import RelaxError
 
 __all__ = ["Sync"]
 
 
 class Sync:
-    """What `attach` returns: the hooks, and the exchange of gradients behind them.
+    """What `attach` returns: the hooks, and the exchange behind them.
+
+    Where parameters are mixed instead of gradients (`Algorithm.mixes`), gradients stay local:
+    `wait` and `no_sync` have nothing to do there, so that one loop serves all algorithms, and
+    `weight` and `join` are refused.
 
     Attributes:
         comm: A private Comm, whose `progress()` moves all buckets.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        algorithm: Algorithm,
-        comm: Comm,
-        limits: tuple[int, int],
-        overlap: bool,
-        nonfinite: NonFinite,
-    ) -> None:
-        self.comm, self._model, self._optimizer = comm, model, optimizer
-        self._exchange = Exchange(model, optimizer, algorithm, comm, limits, overlap, nonfinite)
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+        self.comm, self._model, self._optimizer = engine.comm, model, optimizer
+        self._engine = engine
         self._joined = False
         self._own_rule = optimizer if isinstance(optimizer, OwnRule) else None
         if self._own_rule is not None:
             self._own_rule.taken_over(attached=True)
-        self._ours = {id(slot.param) for slot in self._exchange.slots}
+        self._ours = {id(p) for _, p in engine.watch.trained}
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
             register_optimizer_step_pre_hook(self._before_any_step),
+            *engine.hooks(),
         ]
-        if comm.size > 1:
-            for slot in self._exchange.slots:
-                add: Any = slot.param.register_post_accumulate_grad_hook  # untyped in torch
-                self._hooks.append(add(slot))
 
     @property
     def bound(self) -> list[Bound]:
-        """The algorithm's state, one a bucket; none before the first step, nor on one rank."""
-        return [part.bound for part in self._exchange.parts]
+        """The algorithm's state, one a bucket.
+
+        There is none on one rank, unless the algorithm does something there, nor, where gradients
+        are exchanged, before the first step.
+        """
+        return self._engine.bound
 
     @property
     def weight(self) -> float | None:
@@ -67,7 +64,7 @@ class Sync:
 
         All ranks have one or none has: None outside `join` unless set, 1 at its start.
         """
-        return self._exchange.weight
+        return self._engine.weight
 
     @weight.setter
     def weight(self, value: float | None) -> None:
@@ -78,7 +75,15 @@ class Sync:
                 f"{type(self._optimizer).__name__} takes no weights, and so no join(): they scale "
                 "gradients, and momenta travel; give all ranks equally many batches"
             )
-        self._exchange.weight = None if value is None else float(value)
+        self._exchange("weight").weight = None if value is None else float(value)
+
+    def _exchange(self, what: str) -> Exchange:
+        if not isinstance(self._engine, Exchange):
+            raise RelaxError(
+                f"{what} is for algorithms that exchange gradients: this one mixes parameters, "
+                "whatever the batches they come from"
+            )
+        return self._engine
 
     def wait(self) -> None:
         """Wait until the gradients of all ranks are in `p.grad`; collective.
@@ -92,24 +97,21 @@ class Sync:
                 way, or parameters were replaced; or the ranks differ in their numbers of steps or
                 in the settings of the optimizer.
         """
-        if self.comm.size > 1:
-            self._exchange.finish(adopt=True)
-            self._exchange.raise_error()
+        self._engine.wait()
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        exchange = self._exchange
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:
             raise RelaxError(
                 "step(closure) computes gradients after this library has exchanged them: call "
                 "the closure yourself, then step()"
             )
-        if not exchange.training:
-            return
-        if self.comm.size > 1:
-            exchange.before_step()
-        elif objection := exchange.objection():
-            raise RelaxError(objection)
-        exchange.meter.steps += 1
+        if self._engine.training:
+            self._engine.before_step()
+            self._engine.meter.steps += 1
+
+    def _after_step(self, *_: Any) -> None:
+        if self._engine.training:
+            self._engine.after_step()
 
     def _before_any_step(self, optimizer: Any, *_: Any) -> None:
         if optimizer is self._optimizer:
@@ -126,12 +128,12 @@ class Sync:
 
         Without one, `optimizer.step()` does.
         """
-        exchange = self._exchange
-        before, exchange.paused = exchange.paused, True
+        engine = self._engine
+        before, engine.paused = engine.paused, True
         try:
             yield
         finally:
-            exchange.paused = before
+            engine.paused = before
 
     @contextmanager
     def join(self, *stateful: Stateful) -> Iterator[None]:
@@ -157,9 +159,10 @@ class Sync:
         """
         if self._joined or self.weight is not None:
             raise RelaxError("join() inside join(), or with sync.weight set already")
+        exchange = self._exchange("join()")
         self.weight, self._joined = 1.0, True
         try:
-            with joining(self._exchange, self._model, self._optimizer, stateful):
+            with joining(exchange, self._model, self._optimizer, stateful):
                 yield
         finally:
             self._joined, self.weight = False, None
@@ -175,7 +178,29 @@ class Sync:
             RelaxError: On every rank, naming the first parameter that differs and where.
         """
         self._outside("check")
-        check_equal(self._exchange.control, self._model)
+        check_equal(self._engine.control, self._model)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Context in which the parameters are the mean model of all ranks; collective.
+
+        For evaluating and saving. Afterwards they are this rank's own again. Where gradients are
+        exchanged all ranks have one model anyway. Buffers stay local: see `average_buffers`.
+
+        Raises:
+            MismatchError: The ranks have taken different numbers of steps, and the algorithm is
+                one in which that must not happen.
+        """
+        with self._engine.averaged():
+            yield
+
+    def spread(self) -> float:
+        """Return how far the ranks are apart; collective, and the same on all.
+
+        The consensus distance (mean_i ||x_i - m||^2)^(1/2), with m the mean model, divided by
+        ||m||. Zero where gradients are exchanged.
+        """
+        return self._engine.spread()
 
     def average_buffers(self) -> None:
         """Make floating-point buffers, such as BatchNorm's, the mean over the ranks; collective.
@@ -183,7 +208,7 @@ class Sync:
         Integer buffers become the largest of any rank. Call it before evaluating or saving.
         """
         self._outside("average_buffers")
-        average_buffers(self._exchange.control, self._model)
+        average_buffers(self._engine.control, self._model)
 
     def _outside(self, what: str) -> None:
         if self._joined:
@@ -191,13 +216,20 @@ class Sync:
 
     def stats(self) -> SyncStats:
         """Return what synchronisation cost since `attach`, on average a step."""
-        return self._exchange.meter.stats(len(self._exchange.parts))
+        return self._engine.stats()
+
+    def quiesce(self) -> None:
+        """Wait for what the algorithm has on its way; collective, and called by `save`.
+
+        Raises:
+            RelaxError: On every rank: gradients are on their way on some. Save after the step.
+        """
+        self._outside("save")
+        self._engine.quiesce()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank must save, besides model and optimizer, to resume exactly."""
-        exchange = self._exchange
-        order = [exchange.slots[i].name for i in exchange.order] if exchange.parts else None
-        return {"order": order, "buckets": {p.name: p.bound.state_dict() for p in exchange.parts}}
+        return self._engine.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank; collective.
@@ -207,25 +239,11 @@ class Sync:
             MismatchError: The ranks restore different layouts.
             RelaxError: Gradients are on their way: restore after `wait` or after the step.
         """
-        exchange = self._exchange
-        index = {slot.name: slot.index for slot in exchange.slots}
-        order, buckets = state["order"], state["buckets"]
-        on_their_way = bool(exchange.parts) and exchange.pending and exchange.facts is None
-        barrier(exchange.control, name=f"restored order {order}, in flight: {on_their_way}")
-        if on_their_way:
-            raise RelaxError(
-                "load_state_dict() between backward and step would lose the gradients on their "
-                "way: call sync.wait() first, or restore after the step"
-            )
-        if self.comm.size == 1 or order is None:
-            return
-        if sorted(order) != sorted(index):
-            raise ValueError("this state is of a model with other trained parameters")
-        exchange.lay_out([index[name] for name in order])
-        if [part.name for part in exchange.parts] != list(buckets):
-            raise ValueError("this state was saved with other bucket sizes: attach with those")
-        for part in exchange.parts:
-            part.bound.load_state_dict(buckets[part.name])
+        self._engine.load_state_dict(state, resized=False)
+
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Restore from another number of ranks, without what each had for itself; collective."""
+        self._engine.load_state_dict(state, resized=True)
 
     def detach(self) -> None:
         """Remove every hook and leave model and optimizer as they were; collective.
@@ -234,11 +252,8 @@ class Sync:
         """
         if not self._hooks:
             return
-        exchange = self._exchange
         self._remove_hooks()
-        if allreduce(exchange.control, int(exchange.pending), op=MAX, name="detach"):
-            exchange.finish(adopt=True)
-        exchange.give_back()
+        self._engine.end()
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -257,4 +272,4 @@ class Sync:
             self.detach()
         else:
             self._remove_hooks()
-            self._exchange.unseal()
+            self._engine.abandon()

@@ -88,7 +88,9 @@ class OneBitAdam(Algorithm):
             raise TypeError("1-bit Adam is the local rule itself: it needs the parameters")
         flat = device_of(x).flat(x)
         whole = [Segment(0, len(flat.data), x)]
-        return BoundOneBitAdam(self, comm, whole, work_format(flat), flat.device, lr, name)
+        bound = BoundOneBitAdam(self, comm, whole, work_format(flat), flat.device, lr, name)
+        bound.x = x
+        return bound
 
     def refuses(self, optimizer: Any) -> str:
         """An optimizer with another rule would step along what are no gradients."""

@@ -239,6 +239,7 @@ class BoundOneBitAdam(Bound):
         """
         state: dict[str, Any] = {
             "segments": [(s.t, s.updates, s.late) for s in self.segments],
+            "lr": self.lr,
             "age": self.age,
             "norms": list(self._norms),
             "layout": self._layout,
@@ -250,16 +251,12 @@ class BoundOneBitAdam(Bound):
     def _layout(self) -> str:
         return f"rank {self.comm.rank} of {self.comm.layout}"
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned on this rank.
-
-        What codecs owe belongs to one number of ranks: among another one it is forgotten, with a
-        warning. What was frozen stays so, except on one rank.
-        """
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Restore all but what codecs owe; what was frozen stays so, except on one rank."""
         for key, array in (("m", self.m), ("v", self.v)):
             if key in state:
                 self._device.copy(array, state[key])
-        self.age, self._norms = state["age"], list(state["norms"])
+        self.lr, self.age, self._norms = state["lr"], state["age"], list(state["norms"])
         self.momenta = self.g = self._late = None
         for s, (t, updates, late) in zip(self.segments, state["segments"], strict=True):
             s.t, s.updates, s.late = t, updates, late and self.comm.size > 1
@@ -269,6 +266,16 @@ class BoundOneBitAdam(Bound):
         assert self.momenta is not None
         if not self.momenta.live.size:
             raise ValueError("there is no variance yet: load the state of the optimizer first")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned on this rank.
+
+        What codecs owe belongs to one number of ranks: among another one it is forgotten, with a
+        warning. What was frozen stays so, except on one rank.
+        """
+        self.load_resized(state)
+        if self.momenta is None:
+            return
         if state["layout"] == self._layout:
             self.momenta.load_state_dict(state["owed"])
         else:

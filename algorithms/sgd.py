@@ -121,13 +121,22 @@ class BoundSGD(Bound):
         self.rule.apply(self.x, g, self.lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken, the state of the rule, what the codec still owes."""
+        """Steps taken and their length, the state of the rule, what the codec still owes."""
         owed = self.codec.state_dict() if isinstance(self.codec, ErrorFeedback) else None
-        return {"t": self.t, "rule": self.rule.state_dict(), "owed": owed}
+        return {"t": self.t, "lr": self.lr, "rule": self.rule.state_dict(), "owed": owed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore; the parameters are the caller's to restore."""
-        self.t = state["t"]
-        self.rule.load_state_dict(state["rule"])
+        self._load_common(state)
         if isinstance(self.codec, ErrorFeedback):
             self.codec.load_state_dict(state["owed"])
+
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Restore all but what the codec owes."""
+        self._load_common(state)
+        if isinstance(self.codec, ErrorFeedback):
+            self.codec.reset()
+
+    def _load_common(self, state: dict[str, Any]) -> None:
+        self.t, self.lr = state["t"], state["lr"]
+        self.rule.load_state_dict(state["rule"])

@@ -25,11 +25,22 @@ ALGORITHMS = {
     "qsgd4": rx.QSGD(bits=4),
     "sign": rx.QSGD(codec=rx.OneBit(), feedback=True),
     "bytegrad": rx.ByteGrad(),
-}
+    "decen32": rx.Decentralized(rx.Ring(), rx.Order.COMBINE_WHILE_ADAPT),
+    "shift32": rx.Decentralized(rx.ShiftOne(), rx.Order.COMBINE_WHILE_ADAPT),
+    "decen8": rx.LowPrecisionDecentralized(),
+    "choco4": rx.Choco(rx.Quantizer(bits=4)),
+    "sgp": rx.SGP(),
+    "osgp": rx.OSGP(tau=1),
+    "osgp8": rx.OSGP(tau=1, codec=rx.Quantizer(bits=8)),
+}  # those from decen32 on exchange parameters: each rank has a model of its own
 
 
 class Run(NamedTuple):
-    """What training gave: the mean loss of all ranks at each step, and what a step cost."""
+    """What training gave: the mean loss of all ranks at each step, and what a step cost.
+
+    `accuracy` is that of the mean model, which is `equal` on all ranks; their own models are
+    apart by `spread` of its norm, root mean square.
+    """
 
     losses: np.ndarray
     accuracy: float
@@ -37,6 +48,7 @@ class Run(NamedTuple):
     seconds_per_step: float
     cpu_per_step: float
     equal: bool
+    spread: float
 
 
 def network() -> nn.Module:
@@ -64,8 +76,13 @@ def digits(comm: rx.Comm) -> tuple[TensorDataset, TensorDataset]:
     return train, held_out
 
 
-def train(comm, algorithm, data, *, epochs, batch=32, lr=0.15, seed=0, title=None) -> Run:
-    """Train one network on all ranks; `batch` images a rank and step."""
+def train(
+    comm, algorithm, data, *, epochs, batch=32, lr=0.15, seed=0, title=None, decay=1.0
+) -> Run:
+    """Train one network on all ranks; `batch` images a rank and step.
+
+    The learning rate falls linearly from `lr` to `decay` times that.
+    """
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     model = network()
@@ -74,8 +91,11 @@ def train(comm, algorithm, data, *, epochs, batch=32, lr=0.15, seed=0, title=Non
     sampler = DistributedSampler(train_data, comm.size, comm.rank, seed=seed, drop_last=True)
     loader = DataLoader(train_data, batch, sampler=sampler, drop_last=True)
 
+    steps = epochs * len(loader)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, decay, steps)
+
     losses = []
-    bar = tqdm(total=epochs * len(loader), desc=title, disable=comm.rank > 0 or title is None)
+    bar = tqdm(total=steps, desc=title, disable=comm.rank > 0 or title is None)
     with rx.attach(model, optimizer, algorithm, comm=comm) as sync:
         begin, cpu = time.perf_counter(), time.process_time()
         for epoch in range(epochs):
@@ -85,20 +105,24 @@ def train(comm, algorithm, data, *, epochs, batch=32, lr=0.15, seed=0, title=Non
                 loss = nn.functional.cross_entropy(model(images), labels)
                 loss.backward()
                 optimizer.step()
+                schedule.step()
                 losses.append(loss.item())
                 bar.update()
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-        sent = sync.stats().payload_bytes
-    bar.close()
-
-    model.eval()
-    with torch.no_grad():
-        images, labels = test_data.tensors
-        right = (model(images).argmax(1) == labels).double().mean().item()
+        sent, spread = sync.stats().payload_bytes, sync.spread()
+        bar.close()
+        with sync.averaged():
+            right, same = accuracy(model, test_data), equal(comm, model)
     mean_losses = rx.allreduce(comm, np.array(losses), op=rx.MEAN)
-    return Run(
-        mean_losses, right, sent, seconds / len(losses), cpu / len(losses), equal(comm, model)
-    )
+    seconds, cpu = seconds / len(losses), cpu / len(losses)
+    return Run(mean_losses, right, sent, seconds, cpu, same, spread)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: TensorDataset) -> float:
+    """Return the share of images that the model gets right."""
+    images, labels = data.tensors
+    return (model.eval()(images).argmax(1) == labels).double().mean().item()
 
 
 def equal(comm: rx.Comm, model: nn.Module) -> bool:
@@ -126,8 +150,8 @@ def main() -> None:
             print(
                 f"{comm.size} ranks, {given.algorithm}: {run.accuracy:.1%} of 1,000 test images "
                 f"right, loss {run.losses[-10:].mean():.3f}, {run.bytes_per_step:,.0f} bytes and "
-                f"{run.seconds_per_step * 1e3:.0f} ms a step; equal on all ranks: "
-                f"{'yes' if run.equal else 'NO'}"
+                f"{run.seconds_per_step * 1e3:.0f} ms a step; spread {run.spread:.2%}, mean "
+                f"equal on all ranks: {'yes' if run.equal else 'NO'}"
             )
         if not run.equal:
             raise SystemExit("the ranks hold different models")

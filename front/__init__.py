@@ -10,13 +10,21 @@ from typing import Any
 _HOME = {
     "relaxmpi.primitives": (
         "Comm Hierarchy Work primitive "
-        "allreduce reduce_scatter allgather broadcast alltoall barrier SUM MEAN MAX MIN Op "
-        "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit TopK ErrorFeedback Bucket buckets_of "
+        "allreduce reduce_scatter allgather broadcast alltoall barrier "
+        "neighbor_allreduce push_sum pairwise_average SUM MEAN MAX MIN Op "
+        "Codec Key Identity Cast MinMaxUInt8 Quantizer OneBit TopK ErrorFeedback "
+        "DifferenceCompression DCD Bucket buckets_of "
+        "Topology Complete Ring Exponential OnePeerExponential BipartiteExponential ShiftOne "
+        "RandomPairs BaseGraph from_matrix from_networkx "
+        "AsyncPushSum AsyncPairwise AsyncStats "
         "SimulatedWorld Network faults "
+        "save load CheckpointError "
         "RelaxError MismatchError PeerTimeout PeerLeft BrokenComm NonFiniteError Deadlock"
     ).split(),
     "relaxmpi.algorithms": (
         "Algorithm Bound Rule Local SGD QSGD ByteGrad "
+        "LocalSGD DiLoCo "
+        "OSGP SGP Decentralized Order Choco LowPrecisionDecentralized ADPSGD SlowMo "
         "AdamW OneBitAdam OneBitAdamOptimizer VarianceRatio "
         "attach Sync SyncStats NonFinite ddp_hook DDPHook"
     ).split(),

@@ -93,6 +93,18 @@ def _costs(network: "Network") -> Finding:
     return ok("processors", text)
 
 
+def _to_paste(network: "Network", nodes: Sequence[int]) -> Finding:
+    if len(set(nodes)) > 1:
+        return ok("to paste", repr(network))
+    return ok(
+        "to paste",
+        f"Network(local_latency={network.local_latency}, "
+        f"local_bandwidth={network.local_bandwidth})",
+        "nothing between nodes was measured: what is not named here is a default, so add latency "
+        "and bandwidth of the network that you mean",
+    )
+
+
 def findings(network: "Network", nodes: Sequence[int], hosts: Sequence[str]) -> list[Finding]:
     """Describe what was measured.
 
@@ -105,7 +117,7 @@ def findings(network: "Network", nodes: Sequence[int], hosts: Sequence[str]) -> 
         _inside(network, nodes),
         _between(network, nodes, hosts),
         _costs(network),
-        ok("to paste", repr(network)),
+        _to_paste(network, nodes),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -104,17 +105,29 @@ def _fault(text: str) -> Any:
         name: getattr(faults, name)
         for name in ("Delay", "Drop", "Duplicate", "Kill", "Pause", "Reorder", "SlowDown")
     }
+    example = "write it like 'Delay(0.01, seconds=1e-3)'"
     try:
         call = ast.parse(text, mode="eval").body
+        if isinstance(call, ast.Name) and call.id in kinds:
+            raise ValueError(f"{_takes(call.id, kinds)}; {example}")
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
-            raise ValueError("it is no call")
+            raise ValueError(example)
         if call.func.id not in kinds:
             raise ValueError(f"there are {', '.join(kinds)}")
         values = [ast.literal_eval(value) for value in call.args]
         named = {word.arg or "**": ast.literal_eval(word.value) for word in call.keywords}
-        return kinds[call.func.id](*values, **named)
-    except (SyntaxError, TypeError, ValueError) as error:
+        try:
+            return kinds[call.func.id](*values, **named)
+        except TypeError:  # it names the constructor, and not what there is
+            raise ValueError(_takes(call.func.id, kinds)) from None
+    except SyntaxError:
+        raise ValueError(f"--fault {text!r}: {example}") from None
+    except ValueError as error:
         raise ValueError(f"--fault {text!r}: {error}") from None
+
+
+def _takes(name: str, kinds: dict[str, Callable[..., Any]]) -> str:
+    return f"{name} takes {', '.join(inspect.signature(kinds[name]).parameters)}"
 
 
 def _world(options: argparse.Namespace) -> SimulatedWorld:
@@ -146,6 +159,10 @@ def run(options: argparse.Namespace) -> int:
     from relaxmpi.script import run_script
 
     try:
+        if not options.script.is_file():
+            raise FileNotFoundError(
+                f"there is no file {options.script}: give the path of a Python script"
+            )
         world = _world(options)
         if options.trace is not None and not options.trace.parent.is_dir():
             raise FileNotFoundError(f"there is no folder {options.trace.parent}")

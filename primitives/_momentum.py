@@ -295,9 +295,8 @@ def sign_momentum(
     head, packed = split_payload(payload, e.size, e.dtype, 1, bucket)
     scales = np.empty(-(-e.size // bucket), e.dtype)
     sums = np.empty(min(bucket, e.size), e.dtype)
-    lanes = np.empty(LANES)
-    places = (at, source, begin, mix, *units)
-    _sign_momentum(g, m, v, e, *places, scales, packed, bucket, l2, lanes, sums)
+    rest: Any = (scales, packed, bucket, l2, np.empty(LANES), sums)
+    _sign_momentum(g, m, v, e, at, source, begin, mix, *units, *rest)
     head[:] = scales.view(np.uint8)
     return scales
 

@@ -9,6 +9,7 @@ from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.codecs import Codec, Key
 from relaxmpi.primitives.devices import Device, Flat, device_of
 from relaxmpi.primitives.feedback import ErrorFeedback
+from relaxmpi.primitives.gossip.difference import Replicas
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.wire import Wire, wire_for
 from relaxmpi.primitives.work import Flow
@@ -40,7 +41,9 @@ def check_op(dtype: str, op: Op, codec: Lossy | None) -> None:
     if codec is not None and not op.additive:
         raise TypeError(f"{op.name} has no codec: only SUM and MEAN of lossy numbers make sense")
     if op is Op.MEAN and not dtype.startswith(("float", "bfloat", "complex")):
-        raise TypeError(f"the MEAN of {dtype} is not an integer: convert to a float dtype first")
+        raise TypeError(
+            f"MEAN needs a float dtype, for means are seldom integers: convert the {dtype} first"
+        )
     if not op.additive and dtype.startswith("complex"):
         raise TypeError(f"{op.name} has no meaning for {dtype}: complex numbers have no order")
     if op is Op.SUM and dtype == "bool":
@@ -51,6 +54,11 @@ def check_coded(dtype: str, codec: Lossy | None) -> None:
     """Refuse what is no codec, and numbers that codecs do not encode."""
     if codec is None:
         return
+    if isinstance(codec, Replicas):
+        raise TypeError(
+            f"{type(codec).__name__} belongs to gossip; an all-reduce remembers what it has lost: "
+            "use ErrorFeedback(codec)"
+        )
     if not isinstance(codec, (Codec, ErrorFeedback)):
         raise TypeError(
             f"codec must be a Codec such as Quantizer(bits=8), or an ErrorFeedback, not {codec!r}"

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from relaxmpi.primitives.errors import RelaxError
+from relaxmpi.primitives.work import run_in_background
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -20,6 +21,8 @@ __all__ = ["Background"]
 # Large messages move a little at each poll; the pause leaves the interpreter to the caller.
 _POLLS = 16
 _PAUSE = 5e-5
+# Nobody waits for what only arrives, such as the messages of an open endpoint.
+_LONGER = 2e-4
 
 
 class Background:
@@ -45,21 +48,23 @@ class Background:
             raise RelaxError("this Comm has a background thread already")
         self._queue = queue
         self._filled = self._queue.filled = threading.Event()
-        if not self._queue.idle:
+        if self._queue.busy:
             self._filled.set()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="relaxmpi-progress", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        run_in_background()
         while not self._closing:
             self._filled.wait()
             self._filled.clear()
-            while not self._queue.idle and not self._closing:
-                for _ in range(_POLLS):
+            while self._queue.busy and not self._closing:
+                waited_for = not self._queue.all_idle
+                for _ in range(_POLLS if waited_for else 1):
                     self._queue.progress()
                     os.sched_yield()
-                time.sleep(_PAUSE)
+                time.sleep(_PAUSE if waited_for else _LONGER)
 
     def close(self) -> None:
         """Stop the thread; pending works go on when they are waited for. Twice does nothing."""

@@ -13,19 +13,23 @@ from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.door import Door
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
+from relaxmpi.primitives.gossip.edges import Edges
 from relaxmpi.primitives.notices import NoticeBoard
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
 from relaxmpi.primitives.stats import Stats
-from relaxmpi.primitives.work import Flow, Queue, Work, running_queue
-from relaxmpi.primitives.world import Link, World, entered
+from relaxmpi.primitives.work import Flow, Patience, Queue, Work, running_queue
+from relaxmpi.primitives.world import Link, Mailbox, World, entered
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from contextlib import AbstractContextManager
 
     from mpi4py import MPI
     from typing_extensions import Self
 
+    from relaxmpi.primitives.gossip.routes import Route
+    from relaxmpi.primitives.gossip.verb import Move
     from relaxmpi.primitives.hierarchy import Hierarchy
     from relaxmpi.primitives.trace import Trace
     from relaxmpi.primitives.transport import Transport
@@ -84,6 +88,7 @@ class Comm:
         self._scratch: dict[tuple[str, str, int], Any] = {}
         self._taken = 0
         self._parts: list[Comm] = []
+        self._mail: dict[Mailbox, tuple[str, Link]] = {}
         self.door = Door()
         self.closed = False
         self.mark = ""
@@ -194,6 +199,39 @@ class Comm:
         """Return the payload bytes that this rank has sent, also by the parts of a Hierarchy."""
         return self.stats.payload_bytes + sum(part.sent() for part in self._parts)
 
+    def mailbox(
+        self, user: str, length: int, peers: tuple[Collection[int], Collection[int]], ring: int
+    ) -> Mailbox:
+        """Return a new mailbox, which `free_mailbox` takes back; collective. See `Link`."""
+        link = self._world.link()
+        nodes = len(set(self.nodes))
+        box = link.mailbox(length, peers, ring, self.settings, self.stats, nodes)
+        self._mail[box] = user, link
+        return box
+
+    def free_mailbox(self, box: Mailbox) -> None:
+        """Take back a mailbox whose end is done."""
+        self._mail.pop(box)[1].free()
+
+    def keep_mailbox(self, box: Mailbox) -> None:
+        """Keep a mailbox on which something may be under way until the process ends."""
+        self._world.keep((box, self._mail.pop(box)))
+
+    def lane(self) -> Queue:
+        """Return a queue beside the stream: what moves one moves both, in no order."""
+        return Queue(self.stats, self._world, self.queue)
+
+    def recorded(self, title: str, flow: Flow[T]) -> Flow[T]:
+        """Return a flow of a lane as one that is seen in traces."""
+        recorder = self._world.recorder
+        if recorder is None:
+            return flow
+        return recorder.until_done(recorder.call(self, (title,)), self, flow)
+
+    def polled(self) -> None:
+        """Take note that this rank has looked whether something had come."""
+        self._world.polled()
+
     def priced(self, thing: T) -> T:
         """Return a codec or a device whose work takes the time that it takes in this world."""
         return self._world.priced(thing)
@@ -206,22 +244,42 @@ class Comm:
         """
         if self.closed:
             return
-        if self.queue.broken is None and not self.queue.idle:
-            raise RelaxError(
-                f"{len(self.queue)} works are pending, first {self.queue.first()}: wait for them "
-                "before close()"
-            )
+        queues = [self.queue, *([self.edges.pool] if "edges" in self.__dict__ else [])]
+        for queue in queues:
+            if self.queue.broken is None and len(queue):
+                raise RelaxError(
+                    f"{len(queue)} works are pending, first {queue.first()}: wait for them "
+                    "before close()"
+                )
+        if self.queue.broken is None and self._mail:
+            user = next(iter(self._mail.values()))[0]
+            raise RelaxError(f"{user} of this Comm is open: close it first, on all ranks")
         self.closed = True
         if self.queue.broken is None:
             self._world.comms.discard(self)
-            self.queue.close()
+            self._let_go()
+            for queue in queues:
+                queue.close()
+            if "edges" in self.__dict__ and self.edges.littered:
+                self._world.keep(self._links)
+                return
             for link in self._links:
                 link.free()
             self._world.free()
 
+    def _let_go(self) -> None:
+        """Hand over the sends that are still under way."""
+        if "edges" in self.__dict__:
+            self._world.outlive(self.edges.pool.left())
+
     def leave(self) -> None:
         """Tell the peers that this rank makes no more calls."""
+        self._let_go()
         self._notices.leave()
+
+    def left(self) -> set[int]:
+        """Return the ranks whose programs have ended."""
+        return self._notices.left()
 
     def left_alone(self) -> bool:
         """Whether all peers have said that they make no more calls either."""
@@ -246,11 +304,10 @@ class Comm:
             found = self._transports[device.name] = device.transport(self._host)
         return found
 
-    def submit(self, call: Call, flow: Flow[T]) -> Work[T]:
+    def submit(self, call: Call, flow: Flow[T], patience: Patience | None = None) -> Work[T]:
         """Append a flow to the stream; its agreement is posted now."""
         queue, recorder = self.queue, self._world.recorder
-        if self.closed or queue.broken is not None or queue.inside():
-            raise self._unusable(call)
+        self.usable(call)
         span = None
         if recorder is not None:
             recorder.enter()
@@ -263,20 +320,65 @@ class Comm:
             flow = after(self._started.post(call), flow)
         if recorder is not None and span is not None:
             flow = recorder.until_done(span, self, flow)
-        work = queue.submit(flow, call.__str__, self._notices)
+        work = queue.submit(flow, call.__str__, patience or self._notices)
         if recorder is not None:
             recorder.leave()
         return work
 
-    def _unusable(self, call: Call) -> RelaxError:
+    @property
+    def seat(self) -> tuple[int, int]:
+        """This rank and the number of ranks, as topologies count them."""
+        return self.rank, self.size
+
+    def exchange(
+        self, move: Move, route: Route, step: int | None, *, held: bool = False
+    ) -> Work[Any]:
+        """Post the messages of a neighbour verb; the work is done when its own have come."""
+        call, recorder, edges = Call(move.what), self._world.recorder, self.edges
+        if self.mark:
+            call.what = (*call.what, self.mark)
+        span = None
+        if recorder is not None:
+            recorder.enter()
+            span = recorder.call(self, call.what)
+        self._world.called()
+        exchange = edges.exchange(call, self.transport(move.flat.device), step)
+        exchange.held = held
+        flow = move.alone() if self.size == 1 else move.start(exchange, route)
+        if recorder is not None and span is not None:
+            flow = recorder.until_done(span, self, flow)
+        work = edges.pool.submit(flow, exchange.__str__, edges.patience(exchange))
+        if recorder is not None:
+            recorder.leave()
+        return work
+
+    def meeting(self, move: Move, route: Route, step: int | None) -> Flow[Any]:
+        """Return the flow of a neighbour verb inside a primitive."""
+        if self.size == 1:
+            return move.alone()
+        exchange = self.edges.exchange(Call(move.what), self.transport(move.flat.device), step)
+        return move.start(exchange, route)
+
+    def decline(self, route: Route, call: Call) -> None:
+        """Tell the neighbours of a call that this rank refuses."""
+        self.edges.skip(route, str(call))
+
+    def usable(self, call: object) -> None:
+        """Refuse a call where none can be made.
+
+        Raises:
+            RelaxError: The Comm is closed, or the caller is inside a primitive.
+            BrokenComm: It broke earlier.
+        """
         if self.closed:
-            return RelaxError(f"{call}: this Comm is closed")
+            raise RelaxError(f"{call}: this Comm is closed")
         if self.queue.broken is not None:
-            return BrokenComm(f"{call}: this Comm broke earlier: {self.queue.broken}")
-        return RelaxError(
-            f"{call}: a call inside a primitive would wait for itself; write "
-            "`yield from verb.flow(...)` there"
-        )
+            raise BrokenComm(f"{call}: this Comm broke earlier: {self.queue.broken}")
+        if self.queue.inside():
+            raise RelaxError(
+                f"{call}: a call inside a primitive would wait for itself; write "
+                "`yield from verb.flow(...)` there"
+            )
 
     def agreed(self, call: Call, flow: Flow[T]) -> Flow[T]:
         """Return the flow behind an agreement that happens when it runs."""
@@ -291,6 +393,11 @@ class Comm:
         span = recorder.call(self, call.what, inner=True)
         flow = after(self._inside.post(call), flow)
         return (yield from recorder.until_done(span, self, flow))
+
+    @cached_property
+    def edges(self) -> Edges:
+        """The lane of the neighbour verbs, beside the stream of all others."""
+        return Edges(self, self._notices, self._host)
 
     @property
     def layout(self) -> str:
@@ -326,3 +433,11 @@ class Comm:
         step = self.steps[name]
         self.steps[name] = step + 1
         return step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must be saved so that codecs go on with the same random numbers."""
+        return {"steps": dict(self.steps)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.steps = Counter(state["steps"])

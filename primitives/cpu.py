@@ -108,6 +108,14 @@ class Cpu:
             return x.new_empty(tuple(shape))
         return np.empty(tuple(shape), x.dtype if isinstance(x, np.ndarray) else self.flat(x).dtype)
 
+    def dress(self, data: Any, x: Any, shape: Sequence[int]) -> Any:
+        """Make a torch tensor for a torch tensor, else a numpy array, of the same memory."""
+        if _is_torch(x):
+            torch = sys.modules["torch"]
+            signed = data.view(np.int16) if x.dtype == torch.bfloat16 else data
+            return torch.from_numpy(signed.reshape(tuple(shape))).view(x.dtype)
+        return data.reshape(tuple(shape))
+
     def cast(self, data: Any, dtype: str, to: str) -> Any:
         """Convert between formats, to nearest even, overflow to an infinity."""
         if dtype == to:

@@ -61,6 +61,9 @@ class Device(Protocol):
     def like(self, x: Any, shape: Sequence[int]) -> Any:
         """Make a new buffer of the caller's kind and dtype."""
 
+    def dress(self, data: Any, x: Any, shape: Sequence[int]) -> Any:
+        """Give a 1-D array of this device the caller's kind and a shape, sharing its memory."""
+
     def cast(self, data: Any, dtype: str, to: str) -> Any:
         """Convert numbers (round to nearest even); the same array where nothing changes."""
 

@@ -2,6 +2,7 @@
 
 __all__ = [
     "BrokenComm",
+    "CheckpointError",
     "Deadlock",
     "MismatchError",
     "NonFiniteError",
@@ -19,7 +20,9 @@ class MismatchError(RelaxError):
     """The ranks called different verbs, or the same verb with different arguments.
 
     Raised on every rank of the communicator before anything moved; outputs are untouched
-    and the communicator stays usable. The exception is `attach`, whose ranks have agreed on all
+    and the communicator stays usable. Neighbour verbs raise it on the ranks that share the edge,
+    where x may have been scaled and messages of the same call have gone to other ranks. The other
+    exception is `attach`, whose ranks have agreed on all
     calls at the start: there each call is compared at its end, and the communicator breaks.
     """
 
@@ -44,3 +47,9 @@ class NonFiniteError(RelaxError, ArithmeticError):
 
 class Deadlock(RelaxError):
     """Every rank waits for another one and no message is in flight."""
+
+
+class CheckpointError(RelaxError):
+    """A checkpoint cannot be written, seen, trusted or used; raised on every rank."""
+
+    agreed = True

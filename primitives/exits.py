@@ -15,7 +15,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from relaxmpi.primitives.world_mpi import open_comms
+from relaxmpi.primitives.world_mpi import open_comms, outliving
 
 __all__ = ["install"]
 
@@ -29,6 +29,7 @@ _BETWEEN_RANKS = 0.25
 _LONGEST_TURN = 2.0
 _ABORTING = 5.0
 _LEAVING = 2.0
+_SENDING = 60.0
 
 
 def install() -> None:
@@ -101,3 +102,8 @@ def _on_exit() -> None:
     end = time.monotonic() + _LEAVING
     while time.monotonic() < end and not all(comm.left_alone() for comm in comms):
         time.sleep(1e-3)
+    # What was sent lies in memory that the interpreter frees before MPI's shutdown.
+    end = time.monotonic() + _SENDING
+    while outliving and time.monotonic() < end:
+        outliving[:] = [send for send in outliving if not send.test()]
+        time.sleep(1e-4)

@@ -97,6 +97,10 @@ class ErrorFeedback:
         self._layout, self._user = state["layout"], None
         self._residuals = {key: value.copy() for key, value in state["residuals"].items()}
 
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Residuals belong to a number of ranks: with another one they begin at zero again."""
+        self.reset()
+
 
 def _words(layout: tuple[str, ...]) -> str:
     return ", ".join(layout)

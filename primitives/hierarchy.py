@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from relaxmpi.primitives.agreement import nothing
+from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.comm import Comm
 from relaxmpi.primitives.devices import Device
+from relaxmpi.primitives.gossip.nodes import NodePatience, by_node, of_cross
 from relaxmpi.primitives.ops import MEAN, SUM, Op
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.wire import Coded, Wire, chunks
-from relaxmpi.primitives.work import Flow, Queue
+from relaxmpi.primitives.work import Flow, Queue, Work
+
+if TYPE_CHECKING:
+    from relaxmpi.primitives.gossip.routes import Route
+    from relaxmpi.primitives.gossip.verb import Move
 
 __all__ = ["Hierarchy"]
 
@@ -21,8 +28,9 @@ class Hierarchy(Comm):
 
     `allreduce` reduces in full precision inside each node, sends one share a rank, encoded,
     between nodes, and spreads the result inside the nodes again; the mean is that over all
-    ranks also where nodes are of unequal size. `broadcast` crosses each link once. The other
-    verbs run as on a Comm.
+    ranks also where nodes are of unequal size. `broadcast` crosses each link once. Neighbour
+    verbs take the mean inside each node and connect the nodes, in the order of this stream. The
+    other verbs run as on a Comm.
 
     Attributes:
         local: The ranks of this node; on the same stream.
@@ -65,6 +73,38 @@ class Hierarchy(Comm):
     def layout(self) -> str:
         """Which ranks reduce which parts, in words."""
         return f"{self.size} ranks on {len(set(self.nodes))} nodes"
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """The number of this node and the number of nodes, as topologies count them."""
+        numbers = sorted(set(self.nodes))
+        return numbers.index(self.nodes[self.rank]), len(numbers)
+
+    def exchange(
+        self, move: Move, route: Route, step: int | None, *, held: bool = False
+    ) -> Work[Any]:
+        """Start a neighbour verb between nodes, in the order of this Hierarchy."""
+        patience = NodePatience(self.local._notices)
+        flow = self._meeting(move, route, step, patience)
+        when = None if step is None else f"step {step}"
+        return self.local.submit(Call((*move.what, when)), flow, patience)
+
+    def meeting(self, move: Move, route: Route, step: int | None) -> Flow[Any]:
+        """Return the flow of a neighbour verb inside a primitive."""
+        return self._meeting(move, route, step, NodePatience(self.local._notices))
+
+    def _meeting(
+        self, move: Move, route: Route, step: int | None, patience: NodePatience
+    ) -> Flow[Any]:
+        if self.size == 1:
+            return move.alone()
+        return by_node(self, move, route, step, patience)
+
+    def decline(self, route: Route, call: Call) -> None:
+        """Tell the neighbours and this node of a call that this rank refuses."""
+        if self.cross is not None:
+            self.cross.edges.skip(of_cross(self, route), str(call))
+        self.local.submit(call, nothing()).wait()
 
     def begin(self) -> None:
         """Let the flow that starts now take the scratch of the one that has ended."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from relaxmpi.primitives.errors import PeerLeft, PeerTimeout, RelaxError
 from relaxmpi.primitives.stats import Stats
@@ -21,7 +22,8 @@ from relaxmpi.primitives.world import Link, World
 __all__ = ["NoticeBoard"]
 
 _log = logging.getLogger("relaxmpi")
-_LAYOUT = struct.Struct("<qq112s")
+_LAYOUT = struct.Struct("<qqq104s")
+_TEXT = 104
 _GRACE = 1.0
 
 
@@ -29,10 +31,34 @@ class _Kind(IntEnum):
     WAITING = 1
     BROKEN = 2
     LEFT = 3
+    UNSENT = 4
+    UNFIT = 5
+
+
+class Gone(NamedTuple):
+    """The last word of a rank: it gave up or left.
+
+    Attributes:
+        kind: Which of the two.
+        seq: The first call in order that it takes no part in.
+        messages: How many messages of neighbour verbs it has sent to this rank.
+        text: The call that it gave up in.
+    """
+
+    kind: _Kind
+    seq: int
+    messages: int
+    text: str
 
 
 class NoticeBoard:
-    """The notices of one queue, over a private link of all its ranks."""
+    """The notices of one queue, over a private link of all its ranks.
+
+    Attributes:
+        sent: How many messages of neighbour verbs went to each rank.
+        unsent: Those that a rank has said will not come, by rank and number, and why.
+        unfit: Those of this rank that did not fit a peer's call: peer, number, and why.
+    """
 
     def __init__(
         self, world: World, link: Link, timeout: float, warn_after: float, stats: Stats
@@ -40,10 +66,13 @@ class NoticeBoard:
         self._world, self._link, self._stats = world, link, stats
         self.timeout, self.size = timeout, link.size
         self._begun = self._ended = 0
-        self._warn_after = min(warn_after, timeout / 2)
+        self.warn_after = min(warn_after, timeout / 2)
         self._warned = -1
         self._waiting: dict[int, int] = {}
-        self._gone: dict[int, tuple[_Kind, int, str]] = {}
+        self._gone: dict[int, Gone] = {}
+        self.sent: Counter[int] = Counter()
+        self.unsent: dict[tuple[int, int], str] = {}
+        self.unfit: list[tuple[int, int, str]] = []
         self._sent: list[Request] = []
 
     def begin(self) -> int:
@@ -60,13 +89,13 @@ class NoticeBoard:
         if self.size == 1:
             return None
         waited = work.waited
-        self._hear()
-        gone = {r: said for r, said in self._gone.items() if said[1] <= work.seq}
+        self.hear()
+        gone = {r: said for r, said in self._gone.items() if said.seq <= work.seq}
         if gone:
             return self._explain_gone(work, gone)
         if waited > self.timeout:
             return self._blame(work, f"waited {self.timeout:g} s")
-        if waited > self._warn_after and self._warned < work.seq:
+        if waited > self.warn_after and self._warned < work.seq:
             self._warned = work.seq
             self._post(_Kind.WAITING, work.seq, work.call())
             _log.warning(
@@ -83,33 +112,59 @@ class NoticeBoard:
         """Return the seconds of waiting until the warning or the timeout."""
         if self.size == 1:
             return float("inf")
-        return self._warn_after if self._warned < work.seq else self.timeout
+        return self.warn_after if self._warned < work.seq else self.timeout
 
     def give_up(self, work: Work[Any]) -> None:
         """Tell everybody that this rank will not finish a call."""
         self._post(_Kind.BROKEN, work.seq, work.call())
 
+    def unsend(self, peer: int, number: int, why: str) -> None:
+        """Tell a peer that a message of a neighbour verb will not come."""
+        self._say(peer, _Kind.UNSENT, 0, number, why)
+
+    def refuse(self, peer: int, number: int, why: str) -> None:
+        """Tell a peer that its message of a neighbour verb does not fit this rank's call."""
+        self._say(peer, _Kind.UNFIT, 0, number, why)
+
+    def break_off(self, text: str) -> None:
+        """Tell everybody that this rank takes no part in any further call."""
+        self._post(_Kind.BROKEN, self._ended, text)
+
+    def gone_before(self, peer: int, number: int) -> RelaxError | None:
+        """Return the error of waiting for this message of a peer that has had its last word."""
+        said = self._gone.get(peer)
+        if said is None or number < said.messages:
+            return None
+        if said.kind is _Kind.LEFT:
+            return PeerLeft(f"rank {peer} has ended its program; nothing more comes from it")
+        return PeerTimeout(f"rank {peer} gave up in {said.text}; nothing more comes from it")
+
     def leave(self) -> None:
         """Tell everybody that this rank's program ends, and after how many calls."""
         self._post(_Kind.LEFT, self._ended, "")
 
+    def left(self) -> set[int]:
+        """Hear the peers, and return those whose programs have ended."""
+        self.hear()
+        return {r for r, said in self._gone.items() if said.kind is _Kind.LEFT}
+
     def all_gone(self) -> bool:
         """Whether every other rank has left; one that has given up may be about to abort."""
-        self._hear()
-        left = [said for said in self._gone.values() if said[0] is _Kind.LEFT]
-        return len(left) == self.size - 1
+        return len(self.left()) == self.size - 1
 
-    def _explain_gone(self, work: Work[Any], gone: dict[int, tuple[_Kind, int, str]]) -> RelaxError:
-        left = sorted(r for r, said in gone.items() if said[0] is _Kind.LEFT)
+    def _explain_gone(self, work: Work[Any], gone: dict[int, Gone]) -> RelaxError:
+        left = sorted(r for r, said in gone.items() if said.kind is _Kind.LEFT)
         if left:
             self.give_up(work)
             return PeerLeft(
                 f"rank {self._link.rank} waits in call {work.seq}, {work.call()}, but "
-                f"{_ranks(left)} ended after {gone[left[0]][1]} calls; every rank must make the "
+                f"{_ranks(left)} ended after {gone[left[0]].seq} calls; every rank must make the "
                 "same calls (an early exit, or fewer batches on one rank?)"
             )
         first = min(gone)
-        return self._blame(work, f"rank {first} gave up in call {gone[first][1]}, {gone[first][2]}")
+        return self._blame(
+            work, f"rank {first} gave up in call {gone[first].seq}, {gone[first].text}"
+        )
 
     def _blame(self, work: Work[Any], why: str) -> RelaxError:
         self.give_up(work)
@@ -117,7 +172,7 @@ class NoticeBoard:
         end = self._world.now() + _GRACE
         while self._world.now() < end and not others <= self._heard(work.seq):
             self._world.listen(end)
-            self._hear()
+            self.hear()
         silent = sorted(others - self._heard(work.seq))
         missing = f"not heard from {_ranks(silent)}" if silent else "all ranks are heard from"
         return PeerTimeout(
@@ -128,25 +183,33 @@ class NoticeBoard:
 
     def _heard(self, seq: int) -> set[int]:
         waiting = {r for r, call in self._waiting.items() if call >= seq}
-        return waiting | {r for r, said in self._gone.items() if said[0] is _Kind.BROKEN}
+        return waiting | {r for r, said in self._gone.items() if said.kind is _Kind.BROKEN}
 
     def _post(self, kind: _Kind, seq: int, text: str) -> None:
-        message = _LAYOUT.pack(kind, seq, text.encode()[:112])
         for peer in range(self.size):
             if peer != self._link.rank:
-                self._sent.append(self._link.notify(peer, message))
-                self._stats.header_bytes += len(message)
+                self._say(peer, kind, seq, self.sent[peer], text)
 
-    def _hear(self) -> None:
+    def _say(self, peer: int, kind: _Kind, seq: int, number: int, text: str) -> None:
+        message = _LAYOUT.pack(kind, seq, number, text.encode()[:_TEXT])
+        self._sent.append(self._link.notify(peer, message))
+        self._stats.header_bytes += len(message)
+
+    def hear(self) -> None:
+        """Take in what the peers have said."""
         self._sent = [request for request in self._sent if not request.test()]
         while (found := self._link.heard(_LAYOUT.size)) is not None:
             source, message = found
-            code, seq, text = _LAYOUT.unpack(message)
+            code, seq, number, text = _LAYOUT.unpack(message)
+            words = text.rstrip(b"\0").decode(errors="replace")
             if code == _Kind.WAITING:
                 self._waiting[source] = seq
+            elif code == _Kind.UNSENT:
+                self.unsent[source, number] = words
+            elif code == _Kind.UNFIT:
+                self.unfit.append((source, number, words))
             else:
-                words = text.rstrip(b"\0").decode(errors="replace")
-                self._gone.setdefault(source, (_Kind(code), seq, words))
+                self._gone.setdefault(source, Gone(_Kind(code), seq, number, words))
 
 
 def _ranks(ranks: Iterable[int]) -> str:

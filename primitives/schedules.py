@@ -44,9 +44,10 @@ class FlatSchedule:
     def allreduce(self, device: Device, x: Any, out: Any, op: Op, wire: Wire) -> Flow[None]:
         """Reduce `x` over the ranks into `out`, which may be `x`."""
         transport = self._comm.transport(device)
-        if isinstance(wire, Plain) and transport.sums(x, wire.dtype, op):
+        reduction = transport.reduction(x, wire.dtype, op) if isinstance(wire, Plain) else None
+        if reduction is not None:
             target = wire.room(len(x)) if out is x else out
-            yield transport.ireduce(x, target, op)
+            yield reduction(x, target)
             wire.finish(target, op, self._comm.size)
             if target is not out:
                 device.copy(out, target)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from relaxmpi.primitives.ops import Op
 
-__all__ = ["Every", "Request", "Transport", "pieces_of"]
+__all__ = ["TAG", "Every", "Reduction", "Request", "Transport", "Turn", "pieces_of"]
+
+# Of messages in the order of their Comm's calls; neighbour verbs use higher ones. MPI promises
+# tags up to 32767.
+TAG = 1
 
 # Bytes of a piece of a long reduction: enough for what its messages cost, and no more, because
 # what is under way to one host must fit into the buffers of its switch port: at 2 MiB and four
@@ -32,6 +36,10 @@ class Request(Protocol):
         """Whether it has completed; drives it, and never blocks."""
 
 
+# Starts an all-reduce of the first array into the second, another one; MEAN is left as the sum.
+Reduction = Callable[[Any, Any], Request]
+
+
 class Every:
     """Several requests as one."""
 
@@ -51,11 +59,21 @@ class Every:
         return self._left[-1] if self._left else None
 
 
+class Turn:
+    """The request of something that happens in this process: `due` says when."""
+
+    __slots__ = ("test",)
+
+    def __init__(self, due: Callable[[], bool]) -> None:
+        self.test = due
+
+
 class Transport(Protocol):
     """Moves 1-D arrays of one device between the ranks of one communicator.
 
     Messages between two ranks arrive in the order they were sent, so flows, which run in the
-    same order everywhere, need no tags.
+    same order everywhere, need no tags. Neighbour verbs complete in any order: each of their
+    calls has a tag on each edge, from `TAG` on.
 
     Attributes:
         longest: Bytes of the longest single message; longer buffers are cut.
@@ -63,24 +81,24 @@ class Transport(Protocol):
 
     longest: int
 
-    def isend(self, data: Any, dest: int) -> Request:
+    def isend(self, data: Any, dest: int, tag: int = TAG) -> Request:
         """Start sending the bytes of `data`."""
 
-    def irecv(self, data: Any, source: int) -> Request:
+    def irecv(self, data: Any, source: int, tag: int = TAG) -> Request:
         """Start receiving exactly the bytes of `data`."""
+
+    def announce(self, header: Any, dest: int, tag: int) -> Request:
+        """Start sending a short header, which is no payload, in host memory."""
 
     def ibroadcast(self, data: Any, root: int) -> Request:
         """Start a broadcast of the bytes of `data`."""
 
-    def sums(self, data: Any, dtype: str, op: Op) -> bool:
-        """Whether `ireduce` should be used: it is exact for these numbers, and faster.
+    def reduction(self, data: Any, dtype: str, op: Op) -> Reduction | None:
+        """Return what all-reduces `data` where the library below does it exactly, and faster.
 
-        The answer depends on format, size and layout only, never on a measurement: ranks must
-        agree, and a sum in another order differs in bits.
+        None leaves it to messages. The answer depends on format, size and layout only, never on
+        a measurement: ranks must agree, and a sum in another order differs in bits.
         """
 
     def pieces(self, data: Any) -> int:
         """In how many pieces a reduction of `data` should go, to keep the links busy."""
-
-    def ireduce(self, data: Any, out: Any, op: Op) -> Request:
-        """Start an all-reduce of `data` into `out` (another array); MEAN is left as the sum."""

@@ -10,11 +10,10 @@ from mpi4py import MPI
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.settings import Settings
 from relaxmpi.primitives.stats import Stats
-from relaxmpi.primitives.transport import Request, pieces_of
+from relaxmpi.primitives.transport import TAG, Reduction, Request, pieces_of
 
 __all__ = ["MpiTransport"]
 
-_TAG = 1
 # Measured on one host with 2 ranks, and with more: from here on a scatter-reduce by messages beats
 # Iallreduce. Fixed numbers, because the two add in different orders and so differ in bits.
 _DIRECT_OF_TWO = 256 * 1024
@@ -62,24 +61,29 @@ class MpiTransport:
         self._most = settings.max_message
         self.longest = min(settings.segment, self._most) if nodes > 1 else self._most
 
-    def isend(self, data: Any, dest: int) -> Request:
+    def isend(self, data: Any, dest: int, tag: int = TAG) -> Request:
         """Start sending the bytes of `data`."""
         mpi, raw, piece = self._mpi, data.view(np.uint8), self.longest
         size = raw.size
         self._stats.payload_bytes += size
         self._stats.messages += 1
         if size <= piece:
-            return _One(mpi.Isend(raw, dest, _TAG), raw)
+            return _One(mpi.Isend(raw, dest, tag), raw)
         cuts = range(0, size, piece)
-        return _Many([mpi.Isend(raw[i : i + piece], dest, _TAG) for i in cuts], raw)
+        return _Many([mpi.Isend(raw[i : i + piece], dest, tag) for i in cuts], raw)
 
-    def irecv(self, data: Any, source: int) -> Request:
+    def irecv(self, data: Any, source: int, tag: int = TAG) -> Request:
         """Start receiving exactly the bytes of `data`."""
         mpi, raw, piece = self._mpi, data.view(np.uint8), self.longest
         if raw.size <= piece:
-            return _One(mpi.Irecv(raw, source, _TAG), raw)
+            return _One(mpi.Irecv(raw, source, tag), raw)
         cuts = range(0, raw.size, piece)
-        return _Many([mpi.Irecv(raw[i : i + piece], source, _TAG) for i in cuts], raw)
+        return _Many([mpi.Irecv(raw[i : i + piece], source, tag) for i in cuts], raw)
+
+    def announce(self, header: Any, dest: int, tag: int) -> Request:
+        """Start sending a short header, which is no payload."""
+        self._stats.header_bytes += header.size
+        return _One(self._mpi.Isend(header, dest, tag), header)
 
     def ibroadcast(self, data: Any, root: int) -> Request:
         """Start a broadcast of the bytes of `data`."""
@@ -90,20 +94,25 @@ class MpiTransport:
             self._stats.messages += len(cuts)
         return _Many([self._mpi.Ibcast(raw[i : i + self._most], root) for i in cuts], raw)
 
-    def sums(self, data: Any, dtype: str, op: Op) -> bool:
-        """Whether MPI reduces: on one node, up to the size where direct exchange is faster."""
+    def reduction(self, data: Any, dtype: str, op: Op) -> Reduction | None:
+        """Return MPI's, on one node and up to the size where direct exchange is faster.
+
+        Counted as the bytes that a bandwidth-optimal one sends.
+        """
         direct = _DIRECT_OF_TWO if self._mpi.size == 2 else _DIRECT
         if self._nodes > 1 or data.nbytes >= direct:
-            return False
-        return dtype in _INTEGERS or (op.additive and dtype in _FLOATS)
+            return None
+        if dtype not in _INTEGERS and not (op.additive and dtype in _FLOATS):
+            return None
+
+        def start(data: Any, out: Any) -> Request:
+            n = self._mpi.size
+            self._stats.payload_bytes += 2 * (n - 1) * data.nbytes // n
+            self._stats.messages += 2 * (n - 1)
+            return _One(self._mpi.Iallreduce(data, out, _MPI_OP[op]), (data, out))
+
+        return start
 
     def pieces(self, data: Any) -> int:
         """In how many pieces a reduction of `data` should go: several between nodes, if long."""
         return pieces_of(data.nbytes, self._nodes)
-
-    def ireduce(self, data: Any, out: Any, op: Op) -> Request:
-        """Start an all-reduce; counted as the bytes that a bandwidth-optimal one sends."""
-        n = self._mpi.size
-        self._stats.payload_bytes += 2 * (n - 1) * data.nbytes // n
-        self._stats.messages += 2 * (n - 1)
-        return _One(self._mpi.Iallreduce(data, out, _MPI_OP[op]), (data, out))

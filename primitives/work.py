@@ -13,7 +13,16 @@ from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.transport import Request
 from relaxmpi.primitives.world import World
 
-__all__ = ["Flow", "Patience", "Queue", "Work", "running_queue"]
+__all__ = [
+    "Flow",
+    "Patience",
+    "Queue",
+    "Work",
+    "agreed",
+    "in_background",
+    "run_in_background",
+    "running_queue",
+]
 
 T = TypeVar("T")
 Flow = Generator[Request, None, T]
@@ -21,12 +30,22 @@ Flow = Generator[Request, None, T]
 _log = logging.getLogger("relaxmpi")
 _here = threading.local()
 _WATCH_EVERY = 1e-3
-_WORTH_WATCHING = 1e-2
+WORTH_WATCHING = 1e-2
 
 
 def running_queue() -> Queue | None:
     """Return the queue whose flow this thread is advancing, if any."""
     return getattr(_here, "queue", None)
+
+
+def in_background() -> bool:
+    """Whether this thread is one that only makes progress."""
+    return getattr(_here, "background", False)
+
+
+def run_in_background() -> None:
+    """Note that this thread only makes progress."""
+    _here.background = True
 
 
 def agreed(error: BaseException) -> bool:
@@ -189,6 +208,8 @@ class Queue:
         self.filled: threading.Event | None = None
         self.together: list[Queue] = [] if beside is None else beside.together
         self.together.append(self)
+        # What looks after messages that nobody waits for, whenever somebody looks.
+        self.pollers: list[Callable[[], None]] = [] if beside is None else beside.pollers
 
     def __len__(self) -> int:
         return len(self._works)
@@ -197,14 +218,19 @@ class Queue:
         """Say which call is the head."""
         return self._works[0].call()
 
-    def head(self) -> Work[Any]:
-        """Return the work that all others wait behind."""
-        return self._works[0]
+    def movable(self) -> list[Work[Any]]:
+        """Return the works whose requests may complete next."""
+        return [self._works[0]] if self._works else []
 
     @property
     def idle(self) -> bool:
         """Whether nothing is pending."""
         return not self._works
+
+    @property
+    def all_idle(self) -> bool:
+        """Whether nothing is pending here or in a queue that moves with this one."""
+        return all(queue.idle for queue in self.together)
 
     def submit(self, flow: Flow[T], call: Callable[[], str], patience: Patience) -> Work[T]:
         """Append a flow and let it run as far as it can."""
@@ -213,10 +239,29 @@ class Queue:
             self._works.append(work)
             self._advance()
         if not work._done:
-            for queue in self.together:
-                if queue.filled is not None:
-                    queue.filled.set()
+            self._rouse()
         return work
+
+    def poll(self, poller: Callable[[], None]) -> None:
+        """Call this from now on whenever somebody looks, in whatever thread, under the lock."""
+        with self._lock:
+            self.pollers.append(poller)
+        self._rouse()
+
+    def unpoll(self, poller: Callable[[], None]) -> None:
+        """Call it no more."""
+        with self._lock:
+            self.pollers.remove(poller)
+
+    def _rouse(self) -> None:
+        for queue in self.together:
+            if queue.filled is not None:
+                queue.filled.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to look after."""
+        return bool(self.pollers) or not self.all_idle
 
     def close(self) -> None:
         """Leave the queues that move together."""
@@ -265,8 +310,10 @@ class Queue:
                 recorder.waited(begin, end, work.call)
 
     def _move(self) -> float:
+        for poll in self.pollers:
+            poll()
         for queue in self.together:
-            if queue._works:
+            if not queue.idle:
                 queue._advance()
         now = self.now()
         for queue in self.together:
@@ -307,7 +354,7 @@ class Queue:
         head = self._works[0]
         head.waited += min(now - max(self._watched, head.posted), self._world.look)
         self._watched = now
-        if head.waited > _WORTH_WATCHING:
+        if head.waited > WORTH_WATCHING:
             error = head.patience.look(head)
             if error is not None:
                 self._works.popleft()._fail(error)
@@ -315,9 +362,12 @@ class Queue:
                 self._break(error)
 
     def _break(self, error: RelaxError) -> None:
-        self._world.keep(self._works)
         self.broken = error
+        self._fail_all(error)
+        _log.error("%s", error)
+
+    def _fail_all(self, error: RelaxError) -> None:
+        self._world.keep(self._works)
         works, self._works = self._works, deque()
         for work in works:
             work._fail(BrokenComm(f"{work.call()} was queued behind a call that failed: {error}"))
-        _log.error("%s", error)

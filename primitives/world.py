@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from relaxmpi.primitives.transport import Request, Transport
 
 if TYPE_CHECKING:
     import contextlib
-    from collections.abc import MutableSet
+    from collections.abc import MutableSet, Sequence
 
     from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.recorder import Recorder
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.stats import Stats
     from relaxmpi.primitives.work import Queue
 
-__all__ = ["Link", "World", "enter", "entered"]
+__all__ = ["Link", "Mailbox", "World", "enter", "entered"]
 
 T = TypeVar("T")
 
@@ -46,8 +47,66 @@ class Link(Protocol):
     def transport(self, settings: Settings, stats: Stats, nodes: int) -> Transport:
         """Return what moves arrays of host memory here, between ranks on so many nodes."""
 
+    def mailbox(
+        self,
+        length: int,
+        peers: tuple[Collection[int], Collection[int]],
+        ring: int,
+        settings: Settings,
+        stats: Stats,
+        nodes: int,
+    ) -> Mailbox:
+        """Return the mailbox of this link; all ranks make theirs.
+
+        Args:
+            length: Bytes of every message.
+            peers: The ranks that may send here, and those that may be sent to.
+            ring: How many messages of each sender may be here, or on their way, unread.
+            settings: Of the Comm.
+            stats: Of the Comm.
+            nodes: On how many hosts its ranks are.
+        """
+
     def free(self) -> None:
         """Give it back; nothing is under way."""
+
+
+class Mailbox(Protocol):
+    """Messages of one length from given ranks, which come when they come.
+
+    The receiver has room for `ring` messages of each sender, and a sender must know that there
+    is some left. What is short goes as a note: notes always arrive, in order, apart from messages.
+
+    Attributes:
+        reliable: Whether each message arrives, once, in the order of sending. Where it is false,
+            messages may be lost, repeated and overtaken.
+    """
+
+    reliable: bool
+
+    def send(self, dest: int, message: Any) -> Request:
+        """Start sending; the bytes are read until the request is done."""
+
+    def take(self, read: Callable[[int, Any], None]) -> bool:
+        """Have one message read, if one has arrived: sender and bytes, lent for that call."""
+
+    def tell(self, dest: int, note: bytes) -> None:
+        """Send a note."""
+
+    def told(self) -> tuple[int, bytes] | None:
+        """Return sender and text of the next note, if one has arrived."""
+
+    def arrival(self) -> Request:
+        """Return what is done when something is here to be read, or has come and been read since.
+
+        There is one at a time.
+        """
+
+    def alarm(self, seconds: float) -> None:
+        """Let what `arrival` returns next be done after so many seconds, too."""
+
+    def end(self) -> Request:
+        """Start to end it, after all messages between all ranks have been taken."""
 
 
 class World(Protocol):
@@ -118,6 +177,12 @@ class World(Protocol):
 
     def keep(self, something: Any) -> None:
         """Keep what a message under way may still write to, although nobody waits for it."""
+
+    def called(self) -> None:
+        """Count a call of a verb: faults of a simulated world go by it."""
+
+    def outlive(self, sends: Sequence[Request]) -> None:
+        """Look after sends that nobody waits for, when their Comm is closed."""
 
     def schedule(self, comm: Comm) -> FlatSchedule:
         """Return the moves that make up a verb among the ranks of a Comm."""

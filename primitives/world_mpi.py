@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mpi4py import MPI
 
+from relaxmpi.primitives.mailbox_mpi import MpiMailbox
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.transport import Request
 from relaxmpi.primitives.transport_mpi import MpiTransport
 
 if TYPE_CHECKING:
-    from collections.abc import MutableSet
+    from collections.abc import Collection, MutableSet, Sequence
 
     from relaxmpi.primitives.background import Background
     from relaxmpi.primitives.comm import Comm
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.stats import Stats
     from relaxmpi.primitives.work import Queue
 
-__all__ = ["MpiWorld", "open_comms"]
+__all__ = ["MpiWorld", "open_comms", "outliving"]
 
 _NOTICE = 2
 _COMPARISONS = 20
@@ -43,6 +44,10 @@ open_comms: set[Comm] = set()
 
 # Whatever MPI may still write to when a Comm broke: kept until the process ends.
 _kept: list[object] = []
+
+
+# Sends under way whose Comm was closed.
+outliving: list[Request] = []
 
 
 class _Asked:
@@ -86,6 +91,19 @@ class MpiLink:
     def transport(self, settings: Settings, stats: Stats, nodes: int) -> MpiTransport:
         """See `Link`."""
         return MpiTransport(self._mpi, settings, stats, nodes)
+
+    def mailbox(
+        self,
+        length: int,
+        peers: tuple[Collection[int], Collection[int]],
+        ring: int,
+        settings: Settings,
+        stats: Stats,
+        nodes: int,
+    ) -> MpiMailbox:
+        """See `Link`."""
+        transport = MpiTransport(self._mpi, settings, stats, nodes)
+        return MpiMailbox(self._mpi, transport, length, peers, ring)
 
     def free(self) -> None:
         """See `Link`."""
@@ -190,6 +208,13 @@ class MpiWorld:
     def keep(self, something: Any) -> None:
         """See `World`."""
         _kept.append(something)
+
+    def called(self) -> None:
+        """See `World`: nobody asks."""
+
+    def outlive(self, sends: Sequence[Request]) -> None:
+        """See `World`: the process does not end before them."""
+        outliving[:] = [send for send in (*outliving, *sends) if not send.test()]
 
     def schedule(self, comm: Comm) -> FlatSchedule:
         """See `World`."""

@@ -144,9 +144,9 @@ def test_gradients_are_views_of_the_buckets(comm):
     with rx.attach(model, optimizer, rx.SGD(), comm=comm, **SMALL) as sync:
         loss_of(model).backward()
         optimizer.step()
-        memory = {part.flat.untyped_storage().data_ptr() for part in sync._exchange.parts}
+        memory = {part.flat.untyped_storage().data_ptr() for part in sync._engine.parts}
         assert {p.grad.untyped_storage().data_ptr() for p in model.parameters()} == memory
-        names = [slot.name for part in sync._exchange.parts for slot in part.slots]
+        names = [slot.name for part in sync._engine.parts for slot in part.slots]
         assert names == [name for name, _ in model.named_parameters()][::-1]
         grads = [p.grad.clone() for p in model.parameters()]
     for p, grad in zip(model.parameters(), grads, strict=True):

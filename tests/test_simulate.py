@@ -279,10 +279,14 @@ def test_a_script_that_traces_itself(simulate, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["nothing.py"], "nothing.py"),
+        (["nothing.py"], "there is no file nothing.py: give the path"),
         (["SCRIPT", "--ranks", "0"], "one rank or more"),
         (["SCRIPT", "--jitter", "-1"], "jitter"),
         (["SCRIPT", "--fault", "Reverse()"], "there are Delay, Drop"),
+        (["SCRIPT", "--fault", "Delay"], "seconds; write it like 'Delay(0.01, seconds=1e-3)'"),
+        (["SCRIPT", "--fault", "Delay(0.1"], "write it like 'Delay("),
+        (["SCRIPT", "--fault", "Pause(at=0.0)"], "Pause takes rank, at, seconds"),
+        (["SCRIPT", "--fault", "Delay(2)"], "probability must be in [0, 1]"),
         (["SCRIPT", "--fault", "Kill(rank=9, at=1.0)"], "no rank 9"),
         (["SCRIPT", "--fault", "Kill(rank=exit(), at=1.0)"], "--fault 'Kill(rank=exit()"),
         (["SCRIPT", "--trace", "/nowhere/run.json"], "no folder /nowhere"),

@@ -100,6 +100,27 @@ def test_processors_and_packets_cost():
     network = replace(network, segment=32 * 1024)
     sent, received = times({(0, 1): 100 * 1024}, 2, network)
     assert np.isclose(sent, 4 * 0.02)
+    # For each byte, too: one batch of 32 KiB while another is on the wire.
+    network = replace(network, segment=2**20, send_byte=1e-7, receive_byte=2e-7)
+    small, large, batch = 1000, 128 * 1024, 32 * 1024
+    for near, bytes_cost, way in ((1, 1.0, 0.1), (2, 0.0, network.local_latency)):
+        for size, last in ((small, small), (large, batch)):
+            sent, received = times({(0, 1): size}, 2, network, ranks_per_node=near)
+            rate = network.local_bandwidth if bytes_cost == 0 else network.bandwidth
+            processors = 0.05 + bytes_cost * 3e-7 * last
+            assert np.isclose(sent, 0.02 + bytes_cost * 1e-7 * size)
+            assert np.isclose(received, way + size / rate + processors)
+    # Where the processor is slower than the link, the link waits for it.
+    slow = rx.Network(latency=0.1, bandwidth=1e9, segment=2**20, **FREE | {"send_byte": 1e-6})
+    assert np.isclose(times({(0, 1): large}, 2, slow)[1], 0.1 + 1e-6 * large + batch / 1e9)
+    slow = rx.Network(latency=0.1, bandwidth=1e9, segment=2**20, **FREE | {"receive_byte": 1e-6})
+    assert np.isclose(times({(0, 1): large}, 2, slow)[1], 0.1 + 1e-6 * large + batch / 1e9)
+    late = rx.Network(latency=0.1, bandwidth=1e6, batch_delay=0.5, **FREE)
+    for size, delay in ((0, 0.0), (batch // 4, 0.125), (batch, 0.5), (large, 0.5)):
+        assert np.isclose(times({(0, 1): size}, 2, late)[1], 0.1 + size / 1e6 + delay)
+        assert np.isclose(
+            times({(0, 1): size}, 2, late, ranks_per_node=2)[1], size / 5e9, atol=1e-5
+        )
     full = rx.Network(latency=0.1, bandwidth=1e6, packet=1000, overhead=100, **FREE)
     assert np.allclose(times({(0, 1): 999_500}, 2, full)[1], 0.1 + 1.0995)
     assert np.isclose(rx.Network.ethernet(1e9).wire_bytes(1448e3) / 1448e3, 1.0622, atol=1e-4)
@@ -301,6 +322,13 @@ def collectives(skew, codec):
         (8, 0.0, rx.Network()),
         (13, 1e-4, rx.Network(latency=1e-4, bandwidth=1e8, overhead=90)),
         (24, 0.0, rx.Network(latency=5e-6, bandwidth=1e9, eager=100)),
+        (
+            9,
+            0.0,
+            rx.Network(
+                bandwidth=1e8, segment=9000, send_byte=3e-9, receive_byte=9e-9, batch_delay=2e-4
+            ),
+        ),
     ],
 )
 def test_one_event_is_as_many_messages(n, per_node, codec, skew, network):

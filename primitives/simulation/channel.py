@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.simulation.fabric import Fabric
+from relaxmpi.primitives.simulation.load import Load
 from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.simulation.tree import told
+from relaxmpi.primitives.transport import TAG
 
 __all__ = ["DONE", "Channel", "Meeting", "Never", "Parcel", "Pipe", "Receive"]
+
+
+_T = TypeVar("_T", "Receive", "Parcel")
 
 
 class _Done:
@@ -48,34 +53,34 @@ class Receive(Ticket):
     message after the other; otherwise when the rank looks.
     """
 
-    __slots__ = ("_data", "_fabric", "_finish", "_parcel", "extra", "source")
+    __slots__ = ("_data", "_fabric", "_finish", "_parcel", "extra", "source", "tag")
 
-    def __init__(self, rank: Rank, data: Any, fabric: Fabric) -> None:
+    def __init__(self, rank: Rank, data: Any, fabric: Fabric, tag: int = TAG) -> None:
         super().__init__(rank)
-        self._data, self._fabric = data, fabric
+        self._data, self._fabric, self.tag = data, fabric, tag
         self._parcel: Parcel | None = None
         self._finish = self.extra = 0.0
         self.source: Rank | None = None
 
     def fill(self, time: float, parcel: Parcel, spread: float = 0.0) -> None:
-        """The bytes have arrived, the first piece `spread` seconds before the last."""
+        """The bytes have arrived, the first batch `spread` seconds before the last."""
         self._parcel, self.done = parcel, True
         rank, fabric = self.rank, self._fabric
         if rank.inside:
-            cost = self._cost(parcel, time)
+            load = parcel.load
+            cost = self._cost(load.receive + self.extra, time)
+            last = self._cost(load.last + self.extra / load.batches, time)
             rank.stolen += cost
             begin = max(time - spread, rank.busy, rank.clock, rank.held)
-            time = self._finish = rank.busy = max(begin + cost, time + cost / parcel.pieces)
+            time = self._finish = rank.busy = max(begin + cost, time + last)
         fabric.scheduler.completed(rank, self, time)
 
     def missing(self) -> list[int]:
         """The rank that has not sent."""
         return [] if self.source is None else [self.source.index]
 
-    def _cost(self, parcel: Parcel, time: float) -> float:
-        fabric = self._fabric
-        cost = self.extra + parcel.pieces * fabric.network.receive_cost
-        return cost * fabric.fates.slowness(self.rank.index, time)
+    def _cost(self, seconds: float, time: float) -> float:
+        return seconds * self._fabric.fates.slowness(self.rank.index, time)
 
     def test(self) -> bool:
         """Whether the bytes are in place."""
@@ -86,7 +91,7 @@ class Receive(Ticket):
             if self._finish:
                 rank.clock = max(rank.clock, self._finish)
             else:
-                rank.clock += self._cost(parcel, rank.clock)
+                rank.clock += self._cost(parcel.load.receive + self.extra, rank.clock)
             if len(parcel.data) != len(self._data):
                 raise Truncated(
                     f"a message of {len(parcel.data)} bytes met a receive of {len(self._data)}"
@@ -99,13 +104,13 @@ class Parcel(NamedTuple):
     """A message: its bytes, what they cost, and whether they wait for the receiver's word."""
 
     data: Any
-    size: float
-    pieces: int
+    load: Load
     sent: Ticket | None  # of a message that waits: done when it has left
+    tag: int = TAG
 
 
 class Pipe:
-    """Messages from one rank to another, received in the order in which they were sent."""
+    """Messages from one rank to another; those of one tag are received as they were sent."""
 
     __slots__ = ("_arrived", "_count", "_dest", "_early", "_expected", "_fabric", "_posted", "_src")
 
@@ -124,8 +129,7 @@ class Pipe:
             self._fabric.send(
                 self._src,
                 self._dest,
-                parcel.size,
-                parcel.pieces,
+                parcel.load,
                 time,
                 lambda t: self._land(t, number, parcel),
             )
@@ -143,23 +147,25 @@ class Pipe:
         self._early[number] = parcel
         while (following := self._early.pop(self._expected, None)) is not None:
             self._expected += 1
-            if self._posted:
-                self._match(time, self._posted.popleft(), following, new=True)
+            request = _taken(self._posted, following.tag)
+            if request is not None:
+                self._match(time, request, following, new=True)
             else:
                 self._arrived.append(following)
         return True
 
     def receive(self, request: Receive, time: float) -> None:
-        """Take the next message, now or when it comes."""
+        """Take the next message of this tag, now or when it comes."""
         request.source = self._src
-        if self._arrived:
-            self._match(time, request, self._arrived.popleft())
+        parcel = _taken(self._arrived, request.tag)
+        if parcel is not None:
+            self._match(time, request, parcel)
         else:
             self._posted.append(request)
 
     def _spread(self, parcel: Parcel) -> float:
         src, dest = self._src.index, self._dest.index
-        return self._fabric.spread(src, dest, parcel.size, parcel.pieces)
+        return self._fabric.spread(src, dest, parcel.load)
 
     def _match(self, time: float, request: Receive, parcel: Parcel, *, new: bool = False) -> None:
         sent = parcel.sent
@@ -174,8 +180,7 @@ class Pipe:
             self._fabric.send(
                 src,
                 dest,
-                parcel.size,
-                parcel.pieces,
+                parcel.load,
                 now,
                 lambda t: self._end(t, request, parcel),
             )
@@ -193,6 +198,15 @@ class Pipe:
             return False
         request.fill(time, parcel, self._spread(parcel))
         return True
+
+
+def _taken(waiting: deque[_T], tag: int) -> _T | None:
+    """Take out the first of this tag."""
+    for k, found in enumerate(waiting):
+        if found.tag == tag:
+            del waiting[k]
+            return found
+    return None
 
 
 class Meeting:
@@ -220,9 +234,10 @@ class Channel:
         self.fabric, self.members = fabric, members
         self._places = [fabric.nodes[rank.index] for rank in members]
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in members]
+        self.mail: dict[int, Any] = {}  # what the ranks' mailboxes share, by receiver
         self._freed = 0
         self._forget = forget
-        self._pipes: dict[tuple[int, int, bool], Pipe] = {}
+        self._pipes: dict[tuple[int, int, str], Pipe] = {}
         self._meetings: dict[tuple[str, int], Meeting] = {}
 
     def free(self) -> None:
@@ -231,12 +246,15 @@ class Channel:
         if self._freed == len(self.members):
             self._forget()
 
-    def pipe(self, source: int, dest: int, tree: bool = False) -> Pipe:
-        """Return the messages from one member to another: of primitives, or of broadcasts."""
-        found = self._pipes.get((source, dest, tree))
+    def pipe(self, source: int, dest: int, lane: str = "") -> Pipe:
+        """Return the messages from one member to another of one lane.
+
+        Lanes are primitives in order, broadcasts ("tree") and neighbour verbs ("edge").
+        """
+        found = self._pipes.get((source, dest, lane))
         if found is None:
             members = self.members
-            found = self._pipes[source, dest, tree] = Pipe(
+            found = self._pipes[source, dest, lane] = Pipe(
                 self.fabric, members[source], members[dest]
             )
         return found

@@ -9,6 +9,7 @@ import numpy as np
 
 from relaxmpi.primitives.recorder import Message
 from relaxmpi.primitives.simulation.channel import Channel, Meeting, Parcel
+from relaxmpi.primitives.simulation.load import Load
 from relaxmpi.primitives.simulation.rank import Rank, Ticket
 
 __all__ = ["Exchange"]
@@ -41,7 +42,7 @@ class Exchange(Ticket):
         """Hand in this rank's messages; they are copies already."""
         fabric, rank = self._channel.fabric, self.rank
         begin, slowness = rank.clock, fabric.fates.slowness(rank.index, rank.clock)
-        fabric.cost(rank, sum(p.pieces for p in parcels.values()) * fabric.network.send_cost)
+        fabric.cost(rank, sum(parcel.load.send for parcel in parcels.values()))
         fabric.sent += len(parcels)
         fabric.grouped += len(parcels)
         part = _Part(parcels, begin, rank.clock, slowness)
@@ -106,10 +107,9 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
     arrivals, done = ready.copy(), ready.copy()
     lasts = []
     if sent:
-        size = np.array([parcel.size for parcel in sent])
-        pieces = np.array([parcel.pieces for parcel in sent])
-        costs = pieces * net.send_cost * slow[source]
-        inject = begins[source] + _running(costs, source) - costs + costs / pieces
+        loads: Any = Load(*np.array([parcel.load for parcel in sent]).T)
+        size, costs = loads.size, loads.send * slow[source]
+        inject = begins[source] + _running(costs, source) - costs + loads.first * slow[source]
         index = np.array([rank.index for rank in channel.members])
         node = np.array(fabric.nodes)[index]
         near = node[source] == node[dest]
@@ -120,7 +120,7 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
         packets = np.ceil(size / net.packet) * net.overhead
         takes_up = np.where(near, size / net.local_bandwidth, (size + packets) / net.bandwidth)
         takes_down = np.where(near, takes_up, (size + packets) / net.down_bandwidth)
-        takes_up = np.maximum(takes_up, (pieces - 1) * net.send_cost + takes_up / pieces)
+        takes_up = np.maximum(takes_up, loads.send - loads.first + takes_up / loads.batches)
         begin = inject.copy()
         for mask, port, links in (
             (~near, node[source], fabric.up),
@@ -135,12 +135,12 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
             (near, index[dest], fabric.into),
         ):
             _queue(mask, port, first, takes_down, links, begin)
-        arrive = np.maximum(begin + takes_down, last)
+        arrive = np.maximum(begin + takes_down, last) + loads.delay
         np.maximum.at(arrivals, dest, arrive)
         order = np.lexsort((arrive, dest))
-        work = pieces * net.receive_cost * slow[dest]
-        first = arrive - takes_down * (1 - 1 / pieces)
-        last = arrive + work / pieces
+        work = loads.receive * slow[dest]
+        first = arrive - takes_down * (1 - 1 / loads.batches)
+        last = arrive + loads.last * slow[dest]
         for r, lo, hi in _runs(dest[order]):
             here = order[lo:hi]
             after = np.cumsum(work[here])

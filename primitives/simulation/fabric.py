@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from relaxmpi.primitives.recorder import Message, Recorder
 from relaxmpi.primitives.simulation.faults import Fates
+from relaxmpi.primitives.simulation.load import Load
 from relaxmpi.primitives.simulation.network import Network
 from relaxmpi.primitives.simulation.rank import Rank
 from relaxmpi.primitives.simulation.scheduler import Scheduler
@@ -45,7 +46,7 @@ class Flight:
         "dest",
         "dropped",
         "left",
-        "pieces",
+        "load",
         "sent",
         "size",
         "source",
@@ -56,14 +57,13 @@ class Flight:
         self,
         source: int,
         dest: int,
-        size: float,
-        pieces: int,
+        load: Load,
         arrive: Callable[[float], bool],
         dropped: bool,
         delay: float,
         sent: float,
     ) -> None:
-        self.source, self.dest, self.size, self.pieces = source, dest, size, pieces
+        self.source, self.dest, self.size, self.load = source, dest, load.size, load
         self.arrive, self.dropped, self.delay, self.sent = arrive, dropped, delay, sent
         self.left = self.up = 0.0  # when its first byte left, and for how long it kept the link
 
@@ -100,8 +100,7 @@ class Fabric:
         self,
         source: Rank,
         dest: Rank,
-        size: float,
-        pieces: int,
+        load: Load,
         time: float,
         arrive: Callable[[float], bool],
     ) -> None:
@@ -110,13 +109,9 @@ class Fabric:
         self.sent += 1
         for later in fate.copies:
             self.duplicated += 1
-            copy = Flight(
-                source.index, dest.index, size, pieces, arrive, False, fate.delay, time + later
-            )
+            copy = Flight(source.index, dest.index, load, arrive, False, fate.delay, time + later)
             self._start(time + later, copy, later > 0)
-        flight = Flight(
-            source.index, dest.index, size, pieces, arrive, fate.dropped, fate.delay, time
-        )
+        flight = Flight(source.index, dest.index, load, arrive, fate.dropped, fate.delay, time)
         if fate.dropped:
             self.scheduler.lossy = True
         self._start(time, flight, False)
@@ -137,8 +132,9 @@ class Fabric:
         else:
             port, links, latency = here, self.up, net.latency
             takes = net.wire_bytes(flight.size) / net.bandwidth
-        # The sender's processor hands over one piece after the other.
-        takes = max(takes, (flight.pieces - 1) * net.send_cost + takes / flight.pieces)
+        # The sender's processor hands over one batch after the other.
+        load = flight.load
+        takes = max(takes, load.send - load.first + takes / load.batches)
         begin = max(time, links[port])
         flight.left, flight.up = begin, takes
         links[port] = begin + takes
@@ -158,7 +154,7 @@ class Fabric:
             takes = net.wire_bytes(flight.size) / net.down_bandwidth
         end = max(time, links[port]) + takes
         links[port] = end
-        end = max(end, last) + flight.delay
+        end = max(end, last) + flight.load.delay + flight.delay
         self.scheduler.at(end, self._arrive, flight)
         self._record(flight, takes, end)
 
@@ -187,14 +183,14 @@ class Fabric:
         else:
             self.discarded += 1
 
-    def spread(self, source: int, dest: int, size: float, pieces: int) -> float:
-        """Return the seconds from the arrival of a message's first piece to that of its last."""
+    def spread(self, source: int, dest: int, load: Load) -> float:
+        """Return the seconds from the arrival of a message's first batch to that of its last."""
         net = self.network
         if self.nodes[source] == self.nodes[dest]:
-            takes = size / net.local_bandwidth
+            takes = load.size / net.local_bandwidth
         else:
-            takes = net.wire_bytes(size) / net.down_bandwidth
-        return takes * (1 - 1 / pieces)
+            takes = net.wire_bytes(load.size) / net.down_bandwidth
+        return takes * (1 - 1 / load.batches)
 
     def latency(self, source: int, dest: int) -> float:
         """Return the seconds that a small message takes."""

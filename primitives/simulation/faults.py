@@ -3,7 +3,8 @@
 Messages are those that carry data; agreements and notices are lost only with a rank that is
 killed. On MPI's terms a link neither loses nor repeats nor reorders: a simulated one numbers its
 messages, throws copies away and restores the order, as TCP does, so these three show as time, or,
-where a message is lost for good, as PeerTimeout, never as wrong numbers.
+where a message is lost for good, as PeerTimeout, never as wrong numbers. Only the asynchronous
+endpoints see them as they are, and make up for them: `AsyncPushSum` and `AsyncPairwise`.
 
 Example:
     >>> import relaxmpi as rx
@@ -176,7 +177,7 @@ class Kill(RankFault):
         at: Virtual seconds; None: by call.
         call: Before its part in this agreement, counted from 0 over all its Comms: each call of
             a verb or primitive makes one, also inside a primitive, and so do `dup`, `split` and
-            `by_node`. None: by time.
+            `by_node`; a neighbour verb counts as one. None: by time.
     """
 
     at: float | None = None

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relaxmpi.primitives.simulation.channel import DONE, Channel, Meeting, Never
+from relaxmpi.primitives.simulation.mailbox import SimulatedMailbox
 from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.simulation.transport import SimulatedTransport
 from relaxmpi.primitives.transport import Request
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.simulation.world import RankWorld
     from relaxmpi.primitives.stats import Stats
@@ -114,6 +117,19 @@ class SimulatedLink:
     def transport(self, settings: Settings, stats: Stats, nodes: int) -> SimulatedTransport:
         """See `Link`."""
         return SimulatedTransport(self._world, self._channel, settings, stats, nodes)
+
+    def mailbox(
+        self,
+        length: int,
+        peers: tuple[Collection[int], Collection[int]],
+        ring: int,
+        settings: Settings,
+        stats: Stats,
+        nodes: int,
+    ) -> SimulatedMailbox:
+        """See `Link`."""
+        transport = self.transport(settings, stats, nodes)
+        return SimulatedMailbox(self._channel, transport, self.rank, length, peers[0], ring)
 
     def free(self) -> None:
         """See `Link`."""

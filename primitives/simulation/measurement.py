@@ -17,26 +17,29 @@ from relaxmpi.primitives._codec import Floats
 from relaxmpi.primitives.devices import device_of
 from relaxmpi.primitives.feedback import ErrorFeedback
 from relaxmpi.primitives.ops import MEAN, SUM
-from relaxmpi.primitives.primitive import primitive
-from relaxmpi.primitives.simulation.network import Network
+from relaxmpi.primitives.simulation.network import BATCH, Network
+from relaxmpi.primitives.simulation.probes import (
+    BURST,
+    WORD,
+    Pairs,
+    burst,
+    exchange,
+    host,
+    paired,
+    trips,
+)
 from relaxmpi.primitives.simulation.tree import told
-from relaxmpi.primitives.transport import Every
 from relaxmpi.primitives.verbs import allreduce, barrier
-from relaxmpi.primitives.work import Flow
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.codecs import Codec
     from relaxmpi.primitives.comm import Comm
-    from relaxmpi.primitives.transport import Transport
 
 __all__ = ["measure"]
 
-_WORD, _FULL = 8, 32 * 1024
-_TRIPS = 3
-_BURST = 24
 _ROUNDS = 5
 _DEAREST = 2e-4  # no message costs a processor more
-_MEETINGS = 30
+_MEETINGS = 20
 _LEAST, _MOST = 256 * 1024, 16 * 1024 * 1024
 _SECONDS = 0.15  # that the longest stream takes, about
 _FEW, _MANY = 1024, 4 * 1024 * 1024  # numbers: of a call alone, and of what no cache holds
@@ -49,9 +52,9 @@ class _Costs(NamedTuple):
     bandwidth: float
     send_cost: float
     receive_cost: float
-
-
-Pairs = Sequence[tuple[int, int]]
+    send_byte: float = 0.0
+    receive_byte: float = 0.0
+    batch_delay: float = 0.0
 
 
 def measure(comm: Comm, codecs: Sequence[Codec | ErrorFeedback] = ()) -> Network:
@@ -62,7 +65,7 @@ def measure(comm: Comm, codecs: Sequence[Codec | ErrorFeedback] = ()) -> Network
     for rank, node in enumerate(comm.nodes):
         groups.setdefault(node, []).append(rank)
     firsts = [ranks[0] for ranks in groups.values()]
-    inside = [pair for ranks in groups.values() for pair in _paired(ranks)]
+    inside = [pair for ranks in groups.values() for pair in paired(ranks)]
     network = Network()
     if inside:
         near = _costs(comm, inside)
@@ -73,9 +76,9 @@ def measure(comm: Comm, codecs: Sequence[Codec | ErrorFeedback] = ()) -> Network
             **near._asdict(),
         )
     if len(firsts) > 1:
-        segment = _host(comm).longest
+        segment = host(comm).longest
         network = replace(network, segment=segment, eager=2 * segment)
-        network = replace(network, **_costs(comm, _paired(firsts))._asdict())
+        network = replace(network, **_costs(comm, paired(firsts))._asdict())
     network = replace(network, agree_cost=_agreement(comm, network))
     work = {name: (_short(a), _short(b)) for name, (a, b) in _work(comm, codecs).items()}
     numbers: dict[str, Any] = {
@@ -92,104 +95,52 @@ def _short(number: float) -> float:
 # ---------------------------------------------------------------------------- messages
 
 
-def _paired(ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """All pairs are at work at once, or those that wait for the others would be in their way."""
-    return list(zip(ranks[::2], ranks[1::2], strict=False))
-
-
-def _partner(comm: Comm, pairs: Pairs) -> tuple[int | None, bool]:
-    """Return this rank's other one, if there is one, and whether this one comes first."""
-    for first, second in pairs:
-        if comm.rank in (first, second):
-            return (second, True) if comm.rank == first else (first, False)
-    return None, False
-
-
-@primitive
-def _trips(comm: Comm, pairs: Pairs, size: int) -> Flow[float]:
-    """Return the seconds of so many bytes' way there and back, as the first ranks see it."""
-    transport, word = _host(comm), np.zeros(size, np.uint8)
-    there, first = _partner(comm, pairs)
-
-    def flow() -> Flow[float]:
-        seconds: list[float] = []
-        if there is None:
-            return 0.0
-        for _ in range(_TRIPS):
-            begin = comm.now()
-            if first:
-                yield transport.isend(word, there)
-            yield transport.irecv(word, there)
-            if not first:
-                yield transport.isend(word, there)
-            seconds.append(comm.now() - begin)
-        return median(seconds[1:]) if first else 0.0
-
-    return flow()
-
-
-@primitive
-def _burst(comm: Comm, pairs: Pairs, count: int, pause: float) -> Flow[float]:
-    """Seconds of the processor to send `count` words; on second ranks, to receive them."""
-    transport, words = _host(comm), np.zeros((count, _WORD), np.uint8)
-    there, first = _partner(comm, pairs)
-
-    def flow() -> Flow[float]:
-        if there is None:
-            return 0.0
-        if not first:
-            comm.compute(pause)  # until all are here
-        begin = comm.now()
-        requests = [(transport.isend if first else transport.irecv)(w, there) for w in words]
-        posted = comm.now()
-        yield Every(requests)
-        return (posted if first else comm.now()) - begin
-
-    return flow()
-
-
-@primitive
-def _exchange(comm: Comm, pairs: Pairs, size: int) -> Flow[float]:
-    """Seconds in which the two of each pair send each other `size` bytes."""
-    transport = _host(comm)
-    inbox, outbox = np.zeros((2, size), np.uint8)
-    there, _ = _partner(comm, pairs)
-
-    def flow() -> Flow[float]:
-        begin = comm.now()
-        if there is not None:
-            yield Every([transport.irecv(inbox, there), transport.isend(outbox, there)])
-        return comm.now() - begin
-
-    return flow()
-
-
 def _costs(comm: Comm, pairs: Pairs) -> _Costs:
     firsts = [pair[0] for pair in pairs]
-    # Few in each call: the longer a call has waited, the less often a rank looks.
-    calls = int(min(15, max(3, _SECONDS / (_middle(comm, firsts, _trips(comm, pairs, 1)) + 1e-9))))
+    # Few in each call: the longer a call has waited, the less often a rank looks. Many calls: what
+    # the kernel does with ranks and cores in one moment, it does not do in another.
+    calls = _count(_middle(comm, firsts, trips(comm, pairs, 1)), 3, 30)
+    rounds = max(_ROUNDS, calls // 2)
 
-    def trips(size: int) -> float:
-        return _middle(comm, firsts, median(_trips(comm, pairs, size) for _ in range(calls)))
+    def way(size: int) -> float:
+        return _middle(comm, firsts, median(trips(comm, pairs, size) for _ in range(calls))) / 2
 
-    trip = trips(_WORD)
-    pause = 2 * trip + _BURST * min(trip, _DEAREST)
-    cost = median(_burst(comm, pairs, _BURST, pause) for _ in range(_ROUNDS)) / _BURST
-    send_cost, receive_cost = (_middle(comm, side, cost) for side in zip(*pairs, strict=True))
-    rate = _bandwidth(comm, pairs)
-    latency = max(0.0, trip / 2 - send_cost - receive_cost - _WORD / rate)
-    # A full message takes the processors longer than a word, besides its time on the wire.
-    full = min(_FULL, _host(comm).longest)
-    copies = trips(full) / 2 - latency - send_cost - receive_cost - full / rate
-    copies = max(0.0, copies) / 2 if len(set(comm.nodes)) > 1 else 0.0
-    return _Costs(latency, rate, send_cost + copies, receive_cost + copies)
+    def crowd(count: int) -> float:
+        taken = (exchange(comm, pairs, WORD, count) for _ in range(rounds))
+        return _middle(comm, firsts, median(taken))
+
+    def work(size: int) -> list[float]:
+        pause = 4 * word + BURST * (min(2 * word, _DEAREST) + size / rate)
+        cost = median(burst(comm, pairs, size, pause) for _ in range(rounds))
+        return [_middle(comm, side, cost) for side in zip(*pairs, strict=True)]
+
+    word, rate, full = way(WORD), _bandwidth(comm, pairs), min(BATCH, host(comm).longest)
+    alone, whole = work(WORD), work(full)
+    both = max(sum(alone), (crowd(1 + BURST) - crowd(1)) / BURST)
+    send_cost, receive_cost = (both * cost / max(sum(alone), 1e-12) for cost in alone)
+    latency = max(0.0, word - WORD / rate - both)
+    found = _Costs(latency, rate, send_cost, receive_cost)
+    if len(set(comm.nodes)) == 1:
+        return found  # memory's bandwidth says what bytes cost
+    per_byte = [max(0.0, b - a) / (full - WORD) for a, b in zip(alone, whole, strict=True)]
+    late = way(full) - latency - full / rate - both - sum(per_byte) * (full - WORD)
+    return found._replace(
+        send_byte=per_byte[0],
+        receive_byte=per_byte[1],
+        batch_delay=max(0.0, late) * BATCH / full,
+    )
+
+
+def _count(seconds: float, least: int, most: int) -> int:
+    """Return how many moves that take so long are tried."""
+    return int(min(most, max(least, _SECONDS / (seconds + 1e-9))))
 
 
 def _bandwidth(comm: Comm, pairs: Pairs) -> float:
     """Return the bytes per second that flow in each direction, both at once."""
 
     def seconds(size: int) -> float:
-        return _middle(comm, [pair[0] for pair in pairs], _exchange(comm, pairs, size))
+        return _middle(comm, [pair[0] for pair in pairs], exchange(comm, pairs, size, 1))
 
     seconds(_LEAST)
     rate = _LEAST / seconds(_LEAST)
@@ -202,11 +153,18 @@ def _bandwidth(comm: Comm, pairs: Pairs) -> float:
 
 def _agreement(comm: Comm, network: Network) -> float:
     """Return the seconds of a hop besides its latency: barriers in a row take whole trees."""
-    barrier(comm)
-    begin = comm.now()
-    for _ in range(_MEETINGS):
+
+    def seconds(count: int) -> float:
         barrier(comm)
-    period = _middle(comm, [0], (comm.now() - begin) / _MEETINGS)
+        begin = comm.now()
+        for _ in range(count):
+            barrier(comm)
+        return _middle(comm, [0], (comm.now() - begin) / count)
+
+    period = seconds(_MEETINGS)
+    more = _count(period, 1, 300)
+    if more > _MEETINGS:
+        period = seconds(more)
 
     def predicted(cost: float) -> float:
         some = replace(network, agree_cost=cost)
@@ -275,10 +233,6 @@ def _calls(
 
 
 # ---------------------------------------------------------------------------- together
-
-
-def _host(comm: Comm) -> Transport:
-    return comm.transport(device_of(np.empty(0)))
 
 
 def _middle(comm: Comm, ranks: Sequence[int], value: float) -> float:

@@ -12,19 +12,26 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.feedback import ErrorFeedback
 
-__all__ = ["Network"]
+__all__ = ["BATCH", "Network"]
+
+# Bytes that stacks, cards and switches hand on as a whole, about: the longest frame that a card
+# cuts up, or joins, holds twice as many.
+BATCH = 32 * 1024
 
 
 @dataclass(frozen=True)
 class Network:
     """Hosts with one full-duplex link each to a switch that never blocks.
 
-    A message of s bytes between idle hosts arrives after latency + s / bandwidth, besides the
-    processors' costs. Its first byte takes the link up as soon as the link is free, and the link
-    down `latency` later: messages of one host leave one after the other, messages to one host
-    (incast) arrive one after the other, and the two directions do not touch. Ranks of one node
-    share its link; what they say to each other goes through a port of each rank instead, with
-    the local latency and bandwidth. Buffers in the switch are endless.
+    A message of s bytes between idle hosts arrives after latency + s / bandwidth + the delay of
+    batches, besides the processors' costs. Its first byte takes the link up as soon as the link
+    is free, and the link down `latency` later: messages of one host leave one after the other,
+    messages to one host (incast) arrive one after the other, and the two directions do not touch.
+    Ranks of one node share its link; what they say to each other goes through a port of each rank
+    instead, with the local latency and bandwidth. Buffers in the switch are endless.
+
+    A message costs processors something by itself, and between nodes something for each byte: a
+    batch of 32 KiB is worked on while another is on the wire.
 
     Agreements and notices are small and cost latency, not bandwidth. An agreement climbs a
     binomial tree to rank 0 and comes down again, as in MPI: with one rank a host, rank 0 knows
@@ -38,6 +45,11 @@ class Network:
         local_bandwidth: Bytes per second between ranks of one host.
         send_cost: Seconds of the sender's processor for each MPI message.
         receive_cost: Seconds of the receiver's processor for each MPI message.
+        send_byte: Seconds of the sender's processor for each byte between nodes, besides.
+        receive_byte: Seconds of the receiver's processor for each byte between nodes, besides.
+        batch_delay: Seconds by which a message of 32 KiB or more between nodes is later than
+            latency and bandwidth say, because bytes are handed on in batches, not one by one;
+            shorter messages in proportion. It keeps no link and no processor busy.
         agree_cost: Seconds of processors for each hop of an agreement.
         packet: Payload bytes of a packet.
         overhead: Bytes that each packet carries besides: Ethernet, IP and TCP.
@@ -71,6 +83,9 @@ class Network:
     local_bandwidth: float = 5e9
     send_cost: float = 1e-6
     receive_cost: float = 1e-6
+    send_byte: float = 0.0
+    receive_byte: float = 0.0
+    batch_delay: float = 0.0
     agree_cost: float = 2e-6
     packet: int = 1448
     overhead: int = 0
@@ -105,18 +120,20 @@ class Network:
 
     @classmethod
     def from_measurement(cls, comm: Comm, codecs: Sequence[Codec | ErrorFeedback] = ()) -> Network:
-        """Fit a network to the links between the ranks of a Comm; collective, about 2 s.
+        """Fit a network to the links between the ranks of a Comm; collective, 2 s to 8 s.
 
         Ranks of different nodes, and ranks of one node, work in pairs, all pairs at once, because
         ranks that wait would take the cores from those that work. Each number is the median over
         the pairs and over several rounds:
 
-        - send_cost and receive_cost: the processor's time to send 24 words of 8 bytes, and to
-          receive them when they have all arrived, by 24; and, half each, what a message of 32 KiB
-          takes longer on its way than a word, less its bytes / bandwidth;
+        - send_cost and receive_cost: what a word of 8 bytes takes two ranks longer that send each
+          other 24 of them, in the ratio of the processors' times to send 24, and to receive them
+          when they have all arrived: with all at work at once, as in verbs;
+        - send_byte and receive_byte, between nodes: what 32 KiB take it longer, by their bytes;
         - bandwidth: (S - S/4) / (T(S) - T(S/4)), T the time in which two ranks send each other S
           bytes, S what takes about 0.15 s. It is that of payloads, so `overhead` is 0;
         - latency: half a word's way there and back, less both costs and 8 bytes / bandwidth;
+        - batch_delay, between nodes: the same of 32 KiB, less the latency;
         - agree_cost: from barriers in a row, each of which takes whole trees;
         - work: from calls on 1,024 numbers and on more than caches hold, on all ranks at once.
 

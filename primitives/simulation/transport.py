@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from relaxmpi.primitives.simulation.channel import (
     Receive,
 )
 from relaxmpi.primitives.simulation.exchange import Exchange
+from relaxmpi.primitives.simulation.load import load_of
 from relaxmpi.primitives.simulation.rank import Rank, Ticket
-from relaxmpi.primitives.transport import Every, Request, pieces_of
+from relaxmpi.primitives.transport import TAG, Every, Request, pieces_of
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.settings import Settings
@@ -38,38 +39,58 @@ class SimulatedTransport:
         self._stats, self._me = stats, world.me
         self._network, self._fabric = channel.fabric.network, channel.fabric
         self._nodes, self._exchanges = nodes, 0
+        places = [self._fabric.nodes[rank.index] for rank in channel.members]
+        self._near = [place == places[world.rank] for place in places]
         segment = settings.segment or self._network.segment
         self.longest = min(segment, settings.max_message) if nodes > 1 else settings.max_message
 
-    def parcel(self, data: Any) -> Parcel:
-        """Make a message of the bytes of `data`, and count it."""
-        raw = data.view(np.uint8)
-        self._count(raw.size)
-        size = raw.size * self._network.scale
-        pieces = max(1, math.ceil(size / self.longest))
+    def addressed(self, data: Any, dests: Sequence[int], tag: int = TAG) -> list[Parcel]:
+        """Make messages of the bytes of `data`, which nobody will change."""
+        size = data.nbytes * self._network.scale
         eager = min(size, self.longest) <= self._network.eager
-        return Parcel(raw.copy(), size, pieces, None if eager else Ticket(self._me))
+        places = {self._near[dest] for dest in dests}
+        loads = {near: load_of(self._network, size, self.longest, near) for near in places}
+        return [
+            Parcel(data, loads[self._near[dest]], None if eager else Ticket(self._me), tag)
+            for dest in dests
+        ]
 
     def _count(self, size: int) -> None:
         self._stats.payload_bytes += size
         self._stats.messages += 1
 
-    def isend(self, data: Any, dest: int) -> Request:
+    def isend(self, data: Any, dest: int, tag: int = TAG) -> Request:
         """Start sending the bytes of `data`, which are copied now."""
-        me = self._me
-        if me.dead:
+        if self._me.dead:
             return Never()
-        parcel = self.parcel(data)
-        self._fabric.cost(me, self._network.send_cost)
+        return self._send(self.parcel(data, dest, tag), dest)
+
+    def parcel(self, data: Any, dest: int, tag: int = TAG) -> Parcel:
+        """Make a message of a copy of the bytes of `data`, and count it."""
+        self._count(data.nbytes)
+        (parcel,) = self.addressed(data.view(np.uint8).copy(), [dest], tag)
+        return parcel
+
+    def announce(self, header: Any, dest: int, tag: int) -> Request:
+        """Start sending a short header, which is no payload and does not scale."""
+        if self._me.dead:
+            return Never()
+        self._stats.header_bytes += header.size
+        load = load_of(self._network, header.size, self.longest, self._near[dest])
+        return self._send(Parcel(header.copy(), load, None, tag), dest)
+
+    def _send(self, parcel: Parcel, dest: int) -> Request:
+        me, load = self._me, parcel.load
+        self._fabric.cost(me, load.first)
         begin = me.clock
-        self._fabric.cost(me, (parcel.pieces - 1) * self._network.send_cost)
-        self.channel.pipe(self._rank, dest).send(parcel, begin)
+        self._fabric.cost(me, load.send - load.first)
+        self.channel.pipe(self._rank, dest, _lane(parcel.tag)).send(parcel, begin)
         return DONE if parcel.sent is None else parcel.sent
 
-    def irecv(self, data: Any, source: int) -> Request:
+    def irecv(self, data: Any, source: int, tag: int = TAG) -> Request:
         """Start receiving exactly the bytes of `data`."""
-        request = Receive(self._me, data.view(np.uint8), self._fabric)
-        self.channel.pipe(source, self._rank).receive(request, self._me.clock)
+        request = Receive(self._me, data.view(np.uint8), self._fabric, tag)
+        self.channel.pipe(source, self._rank, _lane(tag)).receive(request, self._me.clock)
         return request
 
     def ibroadcast(self, data: Any, root: int) -> Request:
@@ -83,24 +104,20 @@ class SimulatedTransport:
         if place:
             parent = (place - (1 << (height - 1)) + root) % n
             request = _Relay(self, self._me, raw, self._fabric, dests)
-            self.channel.pipe(parent, self._rank, tree=True).receive(request, self._me.clock)
+            self.channel.pipe(parent, self._rank, lane="tree").receive(request, self._me.clock)
             return request
         if self._me.dead:
             return Never()
-        parcel = self.parcel(raw)
-        self._fabric.cost(self._me, len(dests) * parcel.pieces * self._network.send_cost)
-        return Every(self.spread(self._me.clock, parcel, dests))
+        self._count(raw.size)
+        parcels = self.addressed(raw.copy(), dests)
+        self._fabric.cost(self._me, sum(parcel.load.send for parcel in parcels))
+        return Every(self.spread(self._me.clock, dests, parcels))
 
-    def spread(self, time: float, parcel: Parcel, dests: list[int]) -> list[Request]:
-        """Send one message to several ranks."""
-        tickets: list[Request] = []
-        for dest in dests:
-            if parcel.sent is not None:
-                ticket = Ticket(self._me)
-                tickets.append(ticket)
-                parcel = parcel._replace(sent=ticket)
-            self.channel.pipe(self._rank, dest, tree=True).send(parcel, time)
-        return tickets
+    def spread(self, time: float, dests: list[int], parcels: list[Parcel]) -> list[Request]:
+        """Send messages down the tree of a broadcast."""
+        for dest, parcel in zip(dests, parcels, strict=True):
+            self.channel.pipe(self._rank, dest, lane="tree").send(parcel, time)
+        return [parcel.sent for parcel in parcels if parcel.sent is not None]
 
     def exchange(self, payloads: dict[int, Any], expected: int) -> Exchange:
         """Send one message each to some ranks, and receive `expected` ones: all in one event.
@@ -108,39 +125,38 @@ class SimulatedTransport:
         Every rank of the communicator takes part. Where two ranks get the same array it is
         copied once, and they read that copy.
         """
-        copies: dict[int, Parcel] = {}
-        parcels = {}
+        dests: dict[int, list[int]] = {}
         for dest, data in payloads.items():
-            parcel = copies.get(id(data))
-            if parcel is None:
-                parcel = self.parcel(data)
-                parcel = copies[id(data)] = parcel._replace(data=parcel.data.view(data.dtype))
-            else:
-                self._count(data.nbytes)
-            parcels[dest] = parcel
+            self._count(data.nbytes)
+            dests.setdefault(id(data), []).append(dest)
+        parcels: dict[int, Parcel] = {}
+        for same in dests.values():
+            copy = payloads[same[0]].copy()
+            parcels |= zip(same, self.addressed(copy, same), strict=True)
         exchange = Exchange(self.channel, self._me, self._rank, expected)
         if not self._me.dead:
             self._exchanges += 1
             exchange.start(self._exchanges, parcels)
         return exchange
 
-    def sums(self, data: Any, dtype: str, op: Op) -> bool:
-        """False: what MPI's own reductions add in which order, nobody knows."""
-        return False
+    def reduction(self, data: Any, dtype: str, op: Op) -> None:
+        """None: what MPI's own reductions add in which order, nobody knows."""
+        return
 
     def pieces(self, data: Any) -> int:
         """In how many pieces a reduction of `data` should go: as over MPI."""
         return pieces_of(data.nbytes * self._network.scale, self._nodes)
 
-    def ireduce(self, data: Any, out: Any, op: Op) -> Request:
-        """Never asked for, see `sums`."""
-        raise NotImplementedError
+
+def _lane(tag: int) -> str:
+    """Neighbour verbs have messages of their own: what one of them lost holds up no other."""
+    return "" if tag == TAG else "edge"
 
 
 class _Relay(Receive):
     """A receive whose rank sends on what arrives, at its own processor's cost."""
 
-    __slots__ = ("_dests", "_transport")
+    __slots__ = ("_dests", "_passed", "_transport")
 
     def __init__(
         self,
@@ -152,15 +168,15 @@ class _Relay(Receive):
     ) -> None:
         super().__init__(rank, data, fabric)
         self._transport, self._dests = transport, dests
+        self._passed: list[Parcel] = []
 
     def fill(self, time: float, parcel: Parcel, spread: float = 0.0) -> None:
         """The bytes have arrived."""
-        net, rank = self._fabric.network, self.rank
-        self.extra = parcel.pieces * len(self._dests) * net.send_cost
+        self._passed = self._transport.addressed(parcel.data, self._dests)
+        self.extra = sum(passed.load.send for passed in self._passed)
         super().fill(time, parcel, spread)
         if self._dests:
-            self._fabric.scheduler.help(rank, time, self._send_on)
+            self._fabric.scheduler.help(self.rank, time, self._send_on)
 
     def _send_on(self, time: float) -> None:
-        assert self._parcel is not None
-        self._transport.spread(time, self._parcel, self._dests)
+        self._transport.spread(time, self._dests, self._passed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableSet
+from collections.abc import Iterator, MutableSet, Sequence
 from math import inf
 from threading import current_thread
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -16,7 +16,7 @@ from relaxmpi.primitives.simulation.grouped import GroupedSchedule
 from relaxmpi.primitives.simulation.link import SimulatedLink
 from relaxmpi.primitives.simulation.priced import priced
 from relaxmpi.primitives.simulation.rank import Rank, Ticket
-from relaxmpi.primitives.transport import Every
+from relaxmpi.primitives.transport import Every, Request, Turn
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
@@ -267,7 +267,7 @@ class RankWorld:
         hopeful = begin + timeout - waited + _POLL if timeout is not None else inf
         patient, tickets = inf, []
         beside = [other for other in queue.together if other is not queue and not other.idle]
-        for head in (moving.head() for moving in (queue, *beside)):
+        for head in (work for moving in (queue, *beside) for work in moving.movable()):
             if me.unheard and (me.news or head.waited < _WORTH):
                 hopeful = min(hopeful, begin + max(_WORTH - head.waited, 0.0) + _EVERY)
             awaits = head.request
@@ -277,7 +277,7 @@ class RankWorld:
                 if awaits.done:
                     return  # by what this call has caught up with: nobody would wake this rank
                 tickets.append(awaits)
-            else:  # somebody else's kind of request: look again
+            elif not isinstance(awaits, Turn):  # somebody else's kind of request: look again
                 step = max(_POLL, min(_LAZY * me.spun, _LAZIEST))
                 me.spun += step
                 hopeful = min(hopeful, begin + step)
@@ -301,6 +301,9 @@ class RankWorld:
     def keep(self, something: Any) -> None:
         """See `World`; kept as long as the world."""
         self._life.kept.append(something)
+
+    def outlive(self, sends: Sequence[Request]) -> None:
+        """See `World`: what was sent has been copied."""
 
     def background(self, queue: Queue) -> Progress:
         """See `World`."""

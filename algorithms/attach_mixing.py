@@ -1,0 +1,329 @@
+"""The part of `attach` that mixes parameters: buckets of them, and what happens around a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from relaxmpi.algorithms.attach_engine import Engine
+from relaxmpi.algorithms.attach_flags import NonFinite
+from relaxmpi.algorithms.attach_stats import Meter
+from relaxmpi.algorithms.base import Algorithm, Bound
+from relaxmpi.primitives import (
+    MEAN,
+    Bucket,
+    Comm,
+    NonFiniteError,
+    RelaxError,
+    allreduce,
+    barrier,
+    buckets_of,
+)
+
+__all__ = ["Mixing"]
+
+
+class Poke:
+    """The hook of a parameter: messages move while backward computes."""
+
+    relaxmpi = True  # how `attach` recognises its own hooks
+
+    def __init__(self, bound: list[Bound]) -> None:
+        self._bound = bound
+
+    def __call__(self, param: torch.Tensor) -> None:
+        """Make progress."""
+        for bound in self._bound:
+            bound.poll()
+
+
+class Portion:
+    """One bucket of parameters, which stay where they are and are copied to it and back.
+
+    Attributes:
+        flat: The x of the algorithm's state.
+    """
+
+    def __init__(
+        self, named: list[tuple[str, nn.Parameter]], algorithm: Algorithm, comm: Comm, name: str
+    ) -> None:
+        self.name, self.named = name, named
+        bucket = Bucket([p for _, p in named], [n for n, _ in named])
+        self._bucket = bucket
+        self.flat = _real(bucket.flat)
+        self.bound = algorithm.bind(comm, self.flat, lr=0.0, name=name)
+        self._cut = self.flat, bucket.views
+        self.seen = self.versions()
+
+    def versions(self) -> list[int]:
+        """How often torch has seen each parameter change."""
+        return [p._version for _, p in self.named]
+
+    def changed(self) -> str:
+        """Return the name of a parameter that somebody changed between steps; empty if none."""
+        pairs = zip(self.versions(), self.seen, self.named, strict=True)
+        return next((name for now, before, (name, _) in pairs if now != before), "")
+
+    def fetch(self, flat: Any) -> None:
+        """Copy the parameters to a buffer."""
+        for (_, p), view in zip(self.named, self._views(flat), strict=True):
+            view.copy_(p.detach())
+        self.seen = self.versions()
+
+    @torch.no_grad()
+    def show(self, flat: Any, by: float = 1.0) -> None:
+        """Copy a buffer to the parameters, divided."""
+        for (_, p), view in zip(self.named, self._views(flat), strict=True):
+            if by == 1.0:
+                p.copy_(view)
+            else:
+                torch.div(view, by, out=p)
+        self.seen = self.versions()
+
+    def show_model(self) -> None:
+        """Let the parameters be where the next gradient is taken."""
+        self.show(*self.bound.model())
+
+    @property
+    def stepped_as_shown(self) -> bool:
+        """Whether the optimizer steps the parameters as they are."""
+        flat, by = self.bound.model()
+        return flat is self.bound.stepped and by == 1.0
+
+    def not_finite(self, tensors: list[torch.Tensor | None]) -> str:
+        """Return the name of the first parameter whose tensor has a NaN or an infinity."""
+        for (name, _), t in zip(self.named, tensors, strict=True):
+            if t is not None and not bool(torch.isfinite(t.sum())) and not _finite(t):
+                return name
+        return ""
+
+    def _views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Cut a buffer like the bucket."""
+        if flat is self.flat:
+            return self._bucket.views
+        if self._cut[0] is not flat:
+            complex_ = self._bucket.flat.is_complex()
+            whole = torch.view_as_complex(flat.view(-1, 2)) if complex_ else flat
+            pieces = torch.split(whole, [p.numel() for _, p in self.named])
+            cut = (t.view_as(p) for t, (_, p) in zip(pieces, self.named, strict=True))
+            self._cut = flat, tuple(cut)
+        return self._cut[1]
+
+
+def _real(flat: torch.Tensor) -> torch.Tensor:
+    """Mix real and imaginary parts like any numbers."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def _finite(t: torch.Tensor) -> bool:
+    return bool(torch.isfinite(t.coalesce().values() if t.is_sparse else t).all())
+
+
+class Mixing(Engine):
+    """Mixes the parameters of the ranks after each step of the optimizer.
+
+    All parameters are final at once, when the optimizer has stepped, so nothing is gained by
+    small buckets: one a dtype holds them all unless the caller wants otherwise.
+
+    The number of steps is not compared in each one, nor are learning rates: the ranks of a
+    gossip have no message in common, and each may descend at its own rate.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        algorithm: Algorithm,
+        comm: Comm,
+        limits: tuple[int, int],
+        overlap: bool,
+        nonfinite: NonFinite,
+    ) -> None:
+        super().__init__(model, optimizer, comm)
+        self._optimizer, self._algorithm = optimizer, algorithm
+        self._nonfinite, self._overlap = nonfinite, overlap
+        self._shown = False
+        self.parts: list[Portion] = []
+        if comm.size > 1 or algorithm.acts_alone:
+            self.parts = self._lay_out(limits[0])
+        self.meter = Meter([comm], [self.control])
+
+    def _lay_out(self, limit: int) -> list[Portion]:
+        named = self.watch.trained
+        sizes = [p.numel() * p.element_size() for _, p in named]
+        kinds = [(p.dtype, p.device) for _, p in named]
+        groups = buckets_of(sizes, limit, kinds=kinds)
+        return [
+            Portion([named[i] for i in group], self._algorithm, self.comm, f"bucket {b}")
+            for b, group in enumerate(groups)
+        ]
+
+    @property
+    def bound(self) -> list[Bound]:
+        """One a bucket, from the start."""
+        return [part.bound for part in self.parts]
+
+    def hooks(self) -> list[Any]:
+        """Hooks that make progress."""
+        if self.comm.size == 1 or not self._overlap:
+            return []
+        # The method is untyped in torch.
+        adders: list[Any] = [p.register_post_accumulate_grad_hook for _, p in self.watch.trained]
+        poke = Poke(self.bound)
+        return [add(poke) for add in adders]
+
+    def wait(self) -> None:
+        """Nothing: gradients are local."""
+
+    def before_step(self) -> None:
+        """Let the optimizer step what the algorithm wants stepped."""
+        if objection := self.objection():
+            raise RelaxError(objection)
+        if not self.parts:
+            return
+        if self._nonfinite is not NonFinite.PASS:
+            self._judge_gradients()
+        before = self.comm.stats.waited
+        lr = float(self._optimizer.param_groups[0].get("lr", 0.0))
+        for part in self.parts:
+            bound = part.bound
+            bound.lr = lr
+            if not bound.before_step() and part.stepped_as_shown:
+                continue
+            if name := part.changed():
+                raise RelaxError(
+                    f"parameter {name} was changed between two steps, and would be lost: "
+                    "meanwhile neighbours have sent theirs, or the optimizer steps the numerator "
+                    "of push-sum; restore parameters before sync.load_state_dict(), or detach "
+                    "and attach again"
+                )
+            part.show(bound.stepped)
+        self.meter.exposed(self.comm.stats.waited - before)
+
+    def after_step(self) -> None:
+        """Mix."""
+        for part in self.parts:
+            part.fetch(part.bound.stepped)
+        if self._nonfinite is NonFinite.RAISE:
+            self._judge_parameters()
+        before = self.comm.stats.waited
+        for part in self.parts:
+            if part.bound.on_params() is not False:
+                part.show_model()
+        self.meter.exposed(self.comm.stats.waited - before)
+
+    def objection(self) -> str:
+        """Say what the user did that makes a step wrong."""
+        if self._shown:
+            return "optimizer.step() inside averaged(): these parameters are the mean, not yours"
+        return super().objection()
+
+    def _judge_gradients(self) -> None:
+        """Leave a step out on this rank, or raise, before a NaN reaches any parameter."""
+        for part in self.parts:
+            name = part.not_finite([p.grad for _, p in part.named])
+            if not name:
+                continue
+            if self._nonfinite is NonFinite.RAISE:
+                raise self._error(f"the gradient of {name}")
+            for _, p in self.watch.trained:
+                p.grad = None
+            self.meter.skipped += 1
+            return
+
+    def _judge_parameters(self) -> None:
+        """Raise before neighbours are told."""
+        for part in self.parts:
+            if name := part.not_finite([p.detach() for _, p in part.named]):
+                raise self._error(f"parameter {name}")
+
+    def _error(self, what: str) -> NonFiniteError:
+        return NonFiniteError(
+            f"{what} is not finite on rank {self.comm.rank} in step {self.meter.steps}; nothing of "
+            "it was sent; NonFinite.SKIP would leave out such steps of this rank"
+        )
+
+    def _meet(self, what: str) -> None:
+        """Wait for all ranks, which must have come equally far if the algorithm says so."""
+        done = f" after {self.meter.steps} steps" if self._algorithm.lockstep else ""
+        barrier(self.control, name=what + done)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Show the mean model, then the own one again."""
+        if self._shown:
+            raise RelaxError("averaged() inside averaged()")
+        self._meet("averaged()")
+        for part in self.parts:
+            part.bound.quiesce()
+            # The user may have changed them since the last step, or, in x, a neighbour.
+            if part.stepped_as_shown and (self._algorithm.lockstep or part.changed()):
+                part.fetch(part.bound.stepped)
+            part.show(part.bound.mean())
+        self._shown = True
+        try:
+            yield
+        finally:
+            self._shown = False
+            for part in self.parts:
+                part.show_model()
+
+    def spread(self) -> float:
+        """Compare each model with the mean."""
+        self._meet("spread()")
+        apart = norm = 0.0
+        for part in self.parts:
+            mean = part.bound.mean()
+            flat, by = part.bound.model()
+            apart += float((flat / by - mean).double().square().sum())
+            norm += float(mean.double().square().sum())
+        apart = allreduce(self.control, apart, op=MEAN, name="distance to the mean")
+        return float((apart / norm) ** 0.5) if norm else 0.0
+
+    def quiesce(self) -> None:
+        """Wait for parameters on their way."""
+        self._meet("save()")
+        for part in self.parts:
+            part.bound.quiesce()
+            if not self._algorithm.lockstep:  # x has taken in what was on its way
+                part.show_model()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each bucket."""
+        names = [[name for name, _ in part.named] for part in self.parts]
+        return {"order": names, "buckets": {p.name: p.bound.state_dict() for p in self.parts}}
+
+    def load_state_dict(self, state: dict[str, Any], *, resized: bool) -> None:
+        """Fill the buckets; the parameters are restored already."""
+        order, buckets = state["order"], state["buckets"]
+        barrier(self.control, name=f"restored buckets {order}")
+        # One rank has none where the algorithm does nothing there, and others begin anew from it.
+        if self.parts and order and order != [[name for name, _ in p.named] for p in self.parts]:
+            raise ValueError(
+                "this state is of a model with other trained parameters, or was saved with other "
+                "bucket sizes"
+            )
+        for part in self.parts:
+            part.bound.quiesce()  # it may still read x
+            part.fetch(part.flat)
+            if order:
+                part.bound.load(buckets[part.name], resized=resized)
+            else:
+                part.bound.replace(part.flat.clone())
+            part.show_model()
+
+    def end(self) -> None:
+        """Fold in what is on its way."""
+        self._meet("detach()")
+        for part in self.parts:
+            part.bound.finish()
+            part.show_model()
+        for stream in (self.comm, self.control):
+            stream.close()
+
+    def abandon(self) -> None:
+        """Nothing: what is on its way stays there."""

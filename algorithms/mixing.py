@@ -1,0 +1,56 @@
+"""What algorithms that mix parameters have in common: a local rule, then an exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relaxmpi.algorithms.arrays import copy_of
+from relaxmpi.algorithms.base import Algorithm, Bound, Rule
+from relaxmpi.primitives import Comm
+
+__all__ = ["BoundMixing", "MixingAlgorithm"]
+
+
+class MixingAlgorithm(Algorithm):
+    """An algorithm that steps locally and mixes parameters; its dataclass has a `rule`."""
+
+    rule: Rule
+
+    @property
+    def own_rule(self) -> str:
+        """The settings of the local rule that differ from plain descent."""
+        return self.rule.own_rule
+
+    @property
+    def mixes(self) -> bool:
+        """See `Algorithm`."""
+        return True
+
+
+class BoundMixing(Bound):
+    """The state of such an algorithm: x, the local rule's, and the number of steps taken."""
+
+    def __init__(self, rule: Rule, comm: Comm, x: Any, lr: float, name: str) -> None:
+        self.comm, self.x, self.lr, self.name = comm, x, lr, name
+        self.rule = rule.local()
+        self.t = 0
+
+    def on_step(self, g: Any) -> None:
+        """Descend."""
+        self.rule.apply(self.stepped, g, self.lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps taken and their length, and the state of the rule."""
+        return {"t": self.t, "lr": self.lr, "rule": self.rule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore; the parameters are the caller's to restore, before this."""
+        self.t, self.lr = state["t"], state["lr"]
+        self.rule.load_state_dict(state["rule"])
+
+    def load_resized(self, state: dict[str, Any]) -> None:
+        """Go on from x, with the rule's state of another rank and nothing on its way."""
+        x = copy_of(self.x)
+        self.finish()
+        BoundMixing.load_state_dict(self, state)
+        self.replace(x)
