@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from relaxmpi.algorithms.ad_psgd import ADPSGD
+    from relaxmpi.algorithms.adamw import AdamW
     from relaxmpi.algorithms.attach_ddp import DDPHook, ddp_hook
     from relaxmpi.algorithms.attach_flags import NonFinite
+    from relaxmpi.algorithms.attach_onebit import OneBitAdamOptimizer
     from relaxmpi.algorithms.attach_stats import SyncStats
     from relaxmpi.algorithms.attach_sync import Sync
     from relaxmpi.algorithms.attach_torch import attach
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
     from relaxmpi.algorithms.choco import Choco, LowPrecisionDecentralized
     from relaxmpi.algorithms.decentralized import Decentralized, Order
     from relaxmpi.algorithms.diloco import DiLoCo
+    from relaxmpi.algorithms.freezing import VarianceRatio
     from relaxmpi.algorithms.local_sgd import LocalSGD
+    from relaxmpi.algorithms.onebit_adam import OneBitAdam
     from relaxmpi.algorithms.osgp import OSGP, SGP
     from relaxmpi.algorithms.qsgd import QSGD, ByteGrad
     from relaxmpi.algorithms.sgd import SGD
@@ -29,6 +33,7 @@ __all__ = [
     "QSGD",
     "SGD",
     "SGP",
+    "AdamW",
     "Algorithm",
     "Bound",
     "ByteGrad",
@@ -40,17 +45,21 @@ __all__ = [
     "LocalSGD",
     "LowPrecisionDecentralized",
     "NonFinite",
+    "OneBitAdam",
+    "OneBitAdamOptimizer",
     "Order",
     "Rule",
     "SlowMo",
     "Sync",
     "SyncStats",
+    "VarianceRatio",
     "attach",
     "ddp_hook",
 ]
 
 _HOME = {
     "ADPSGD": "ad_psgd",
+    "AdamW": "adamw",
     "Algorithm": "base",
     "Bound": "base",
     "ByteGrad": "qsgd",
@@ -69,6 +78,9 @@ _HOME = {
     "SGP": "osgp",
     "SlowMo": "slowmo",
     "NonFinite": "attach_flags",
+    "OneBitAdam": "onebit_adam",
+    "OneBitAdamOptimizer": "attach_onebit",
+    "VarianceRatio": "freezing",
     "Sync": "attach_sync",
     "SyncStats": "attach_stats",
     "attach": "attach_torch",

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Hashable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from relaxmpi.algorithms.base import Algorithm
+from relaxmpi.algorithms.base import Bound
 from relaxmpi.primitives import Bucket, Comm, RelaxError, Work
 
-__all__ = ["InFlight", "Part", "Slot", "Window"]
+__all__ = ["InFlight", "OwnRule", "Part", "Slot", "Window"]
 
 _GRAPH = (
     "backward(create_graph=True) is not supported: the graph of {} would be lost on its way to the "
     "other ranks; compute gradients of gradients with torch.autograd.grad(..., create_graph=True)"
 )
+
+
+@runtime_checkable
+class OwnRule(Protocol):
+    """An optimizer that is the local rule of its algorithm, and keeps the algorithm's state."""
+
+    algorithm: Any
+
+    def taken_over(self, *, attached: bool) -> None:
+        """Be told who exchanges gradients from now on."""
+
+    def kind(self, p: Any) -> Hashable:
+        """Say what parameters that share a bucket must have in common."""
+
+    def bucket(self, comm: Comm, params: list[Any], flat: Any, name: str) -> Bound:
+        """Return the algorithm's state for a bucket."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether buckets may leave before all are full."""
+
+    def exchanged(self, ready: list[tuple[Any, Any, bool]]) -> None:
+        """Be told, before each step, of all buckets: state, gradients, whether those changed."""
 
 
 class Window(Protocol):
@@ -158,13 +182,19 @@ class Slot:
 class Part:
     """One bucket of gradients and where it is in this window."""
 
-    def __init__(self, slots: list[Slot], algorithm: Algorithm, comm: Comm, name: str) -> None:
+    def __init__(
+        self,
+        slots: list[Slot],
+        bind: Callable[[Comm, list[Any], Any, str], Bound],
+        comm: Comm,
+        name: str,
+    ) -> None:
         self.name, self.comm, self.slots = name, comm, slots
         bucket = Bucket([slot.param for slot in slots], [slot.name for slot in slots])
         self.flat = bucket.flat
         # Real and imaginary parts are averaged, and encoded, like any numbers.
         self._sent = torch.view_as_real(self.flat).view(-1) if self.flat.is_complex() else self.flat
-        self.bound = algorithm.bind(comm, None, lr=0.0, name=name)
+        self.bound = bind(comm, [slot.param for slot in slots], self.flat, name)
         self.work: Work[Any] | None = None
         self.ended = 0.0
         self.culprit: Slot | None = None
@@ -185,7 +215,9 @@ class Part:
         """Hand the bucket to the algorithm."""
         self.started = True
         if guarded:
-            self.culprit, self._before = self._not_finite(), self.bound.state_dict()
+            self.culprit = self._not_finite()
+            if not hasattr(self.bound, "leave_out"):
+                self._before = self.bound.state_dict()
         if weight != 1.0:
             self.flat.mul_(weight)
         self._version = self.flat._version
@@ -204,10 +236,19 @@ class Part:
             return
         self.work.wait()
         self.ended, self.work = self.work.ended, None
+        self._version = self.flat._version
 
     def undo(self) -> None:
         """Make the algorithm forget this window, such as what a codec owes since."""
-        self.bound.load_state_dict(self._before)
+        if hasattr(self.bound, "leave_out"):
+            self.bound.leave_out()
+        else:
+            self.bound.load_state_dict(self._before)
+
+    @property
+    def touched(self) -> bool:
+        """Whether somebody has changed the gradients since they arrived, as far as torch knows."""
+        return bool(self.flat._version != self._version)
 
     def objection(self) -> str:
         """Say what is wrong with the gradients that are on their way; empty if nothing is."""

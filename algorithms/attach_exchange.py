@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from relaxmpi.algorithms.attach_bucket import Part, Slot
+from relaxmpi.algorithms.attach_bucket import OwnRule, Part, Slot
 from relaxmpi.algorithms.attach_engine import Engine
 from relaxmpi.algorithms.attach_flags import Facts, Flags, NonFinite
 from relaxmpi.algorithms.attach_model import broadcast_bytes, settings
@@ -66,7 +66,9 @@ class Exchange(Engine):
         super().__init__(model, optimizer, comm)
         self.nonfinite = nonfinite
         self._optimizer, self._algorithm = optimizer, algorithm
-        self._limits, self._overlap = limits, overlap
+        self._own_rule = optimizer if isinstance(optimizer, OwnRule) else None
+        self._limits = limits
+        self._overlap = overlap and (self._own_rule is None or self._own_rule.overlaps)
         # Backwards: what is not used in the first step probably becomes ready in this order.
         named = self.watch.trained[::-1]
         self.slots = [Slot(self, i, name, p) for i, (name, p) in enumerate(named)]
@@ -125,7 +127,8 @@ class Exchange(Engine):
         """Make the buckets; collective, with the same order on all ranks."""
         slots = [self.slots[i] for i in order]
         sizes = [s.param.numel() * s.param.element_size() for s in slots]
-        kinds = [(s.param.dtype, s.param.device) for s in slots]
+        kind = self._own_rule.kind if self._own_rule else lambda _: None
+        kinds = [(s.param.dtype, s.param.device, kind(s.param)) for s in slots]
         limit, first = self._limits
         groups = buckets_of(sizes, limit, kinds=kinds, first=first)
         for _ in groups[len(self._streams) : _STREAMS]:
@@ -133,10 +136,15 @@ class Exchange(Engine):
             stream.rehearsed, stream.mark = True, self.comm.mark
             self._streams.append(stream)
         self.parts = [
-            Part([slots[i] for i in group], self._algorithm, stream, f"bucket {b}")
+            Part([slots[i] for i in group], self._bind, stream, f"bucket {b}")
             for b, (group, stream) in enumerate(zip(groups, cycle(self._streams)))
         ]
         self.order = order
+
+    def _bind(self, comm: Comm, params: list[Any], flat: Any, name: str) -> Bound:
+        if self._own_rule is not None:
+            return self._own_rule.bucket(comm, params, flat, name)
+        return self._algorithm.bind(comm, None, lr=0.0, name=name)
 
     def _first_order(self) -> list[int]:
         """Return the order in which gradients became ready on rank 0, the unused ones last."""
@@ -250,7 +258,19 @@ class Exchange(Engine):
         if facts.culprit is not None and self.nonfinite is NonFinite.SKIP:
             for slot in self.slots:
                 slot.param.grad = None
+        if self._own_rule is not None:
+            self._own_rule.exchanged(self._ready(facts))
         self.close_window()
+
+    def _ready(self, facts: Facts) -> list[tuple[Any, Any, bool]]:
+        """What an optimizer that is the algorithm's own rule must know in its step."""
+        ready = list[tuple[Any, Any, bool]]()
+        for part in self.parts:
+            bound: Any = part.bound
+            for slot, segment in zip(part.slots, bound.segments, strict=True):
+                segment.used = bool(facts.used[slot.index])
+            ready.append((bound, part.flat, facts.culprit is None and part.touched))
+        return ready
 
     def after_step(self) -> None:
         """Nothing: parameters are equal."""
@@ -318,6 +338,10 @@ class Exchange(Engine):
         """Wait for gradients that are on their way, and move all out of the buckets."""
         if allreduce(self.control, int(self.pending), op=MAX, name="detach"):
             self.finish(adopt=True)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Move gradients out of the buckets, and close all streams."""
         for slot in self.slots:
             if slot.view is not None and slot.param.grad is slot.view:
                 slot.param.grad = slot.view.clone()

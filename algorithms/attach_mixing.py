@@ -301,16 +301,19 @@ class Mixing(Engine):
         """Fill the buckets; the parameters are restored already."""
         order, buckets = state["order"], state["buckets"]
         barrier(self.control, name=f"restored buckets {order}")
-        # One rank has none where the algorithm does nothing there.
+        # One rank has none where the algorithm does nothing there, and others begin anew from it.
         if self.parts and order and order != [[name for name, _ in p.named] for p in self.parts]:
             raise ValueError(
                 "this state is of a model with other trained parameters, or was saved with other "
                 "bucket sizes"
             )
-        for part in self.parts if order else []:
+        for part in self.parts:
             part.bound.quiesce()  # it may still read x
             part.fetch(part.flat)
-            part.bound.load(buckets[part.name], resized=resized)
+            if order:
+                part.bound.load(buckets[part.name], resized=resized)
+            else:
+                part.bound.replace(part.flat.clone())
             part.show_model()
 
     def end(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from relaxmpi.algorithms.attach_bucket import OwnRule
 from relaxmpi.algorithms.attach_flags import NonFinite
 from relaxmpi.algorithms.base import Algorithm
 from relaxmpi.primitives import (
@@ -123,6 +124,12 @@ def attaching(
     """Agree on model, optimizer and algorithm, or raise on every rank."""
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"algorithm must be one such as SGD() or QSGD(bits=8), not {algorithm!r}")
+    if objection := algorithm.refuses(optimizer):
+        raise ValueError(objection)
+    if isinstance(optimizer, OwnRule) and optimizer.algorithm != algorithm:
+        raise ValueError(
+            f"this {type(optimizer).__name__} is for {optimizer.algorithm!r}: attach it with that"
+        )
     if algorithm.own_rule:
         raise ValueError(
             f"{algorithm.own_rule} has no effect here: the local rule is the optimizer's, so set "

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from relaxmpi.algorithms.attach_bucket import OwnRule
 from relaxmpi.algorithms.attach_engine import Engine
 from relaxmpi.algorithms.attach_exchange import Exchange
 from relaxmpi.algorithms.attach_join import Stateful, joining
@@ -37,6 +38,9 @@ class Sync:
         self.comm, self._model, self._optimizer = engine.comm, model, optimizer
         self._engine = engine
         self._joined = False
+        self._own_rule = optimizer if isinstance(optimizer, OwnRule) else None
+        if self._own_rule is not None:
+            self._own_rule.taken_over(attached=True)
         self._ours = {id(p) for _, p in engine.watch.trained}
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -66,6 +70,11 @@ class Sync:
     def weight(self, value: float | None) -> None:
         if value is not None and not 0 <= value < float("inf"):
             raise ValueError(f"a weight must be finite and not negative, not {value}")
+        if value is not None and self._own_rule is not None:
+            raise RelaxError(
+                f"{type(self._optimizer).__name__} takes no weights, and so no join(): they scale "
+                "gradients, and momenta travel; give all ranks equally many batches"
+            )
         self._exchange("weight").weight = None if value is None else float(value)
 
     def _exchange(self, what: str) -> Exchange:
@@ -151,7 +160,7 @@ class Sync:
         if self._joined or self.weight is not None:
             raise RelaxError("join() inside join(), or with sync.weight set already")
         exchange = self._exchange("join()")
-        self._joined, self.weight = True, 1.0
+        self.weight, self._joined = 1.0, True
         try:
             with joining(exchange, self._model, self._optimizer, stateful):
                 yield
@@ -250,6 +259,8 @@ class Sync:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._own_rule is not None:
+            self._own_rule.taken_over(attached=False)
 
     def __enter__(self) -> Sync:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self

@@ -192,3 +192,7 @@ class Algorithm(ABC):
     def acts_alone(self) -> bool:
         """Whether it moves parameters beside the local rule, even those of a single rank."""
         return False
+
+    def refuses(self, optimizer: Any) -> str:
+        """Say why it cannot be attached to this optimizer, and what to do; empty if it can."""
+        return ""

@@ -4,10 +4,11 @@
     python benchmarks/training.py --lab hosts=4,latency=0.1ms,bandwidth=100Mbit
     python benchmarks/training.py --lab hosts=4,latency=5ms,bandwidth=1Gbit --methods sgp osgp
 
-The network of examples/train_digits.py on random images, plain SGD, one thread a rank. DDP gets
-gradient views, a static graph and several bucket sizes; ratios are to its best. The methods take
-turns, a few steps each, so that all of them see the same machine; medians over all turns. The
-kernels are compiled and DDP's buckets rebuilt before the clock starts.
+The network of examples/train_digits.py on random images, plain SGD, one thread a rank; and Adam,
+with 1-bit Adam after its warm-up. DDP gets gradient views, a static graph and several bucket sizes;
+ratios are to its best with the same optimizer. The methods take turns, a few steps each, so that
+all of them see the same machine; medians over all turns. The kernels are compiled and DDP's buckets
+rebuilt before the clock starts.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from train_digits import ALGORITHMS, network
 
 BATCH = 32
 CAPS = (1, 4, 25)  # MiB: DDP's choices of bucket_cap_mb
+WARM = 3  # steps before the clock starts
 Step = Callable[[], None]
 
 
@@ -57,23 +59,41 @@ def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
+def adam_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+def onebit(comm: rx.Comm, freeze: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = new_model()
+    spec = rx.OneBitAdam(freeze=freeze)
+    optimizer = rx.OneBitAdamOptimizer(model.parameters(), spec, comm=comm, lr=1e-3)
+    rx.attach(model, optimizer, spec, comm=comm)
+    return model, optimizer
+
+
 def ours(comm: rx.Comm, name: str) -> Step:
     model, optimizer = new_model()
     rx.attach(model, optimizer, ALGORITHMS[name], comm=comm)
     return stepper(model, optimizer, comm.rank)
 
 
-def ddp(comm: rx.Comm, cap: int, hook: str | None = None) -> Step:
-    model, _ = new_model()
-    parallel = DistributedDataParallel(
+def parallel_of(model: nn.Module, cap: int) -> DistributedDataParallel:
+    return DistributedDataParallel(
         model, bucket_cap_mb=cap, gradient_as_bucket_view=True, static_graph=True
     )
+
+
+def ddp(comm: rx.Comm, cap: int, hook: str | None = None) -> Step:
+    model, optimizer = new_model()
+    parallel = parallel_of(model, cap)
     if hook == "fp16":
         parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif hook == "ours":
         ours = rx.ddp_hook(rx.Quantizer(bits=8), comm=comm)
         parallel.register_comm_hook(parallel.process_group, ours)
-    return stepper(parallel, torch.optim.SGD(model.parameters(), lr=0.01), comm.rank)
+    elif hook == "adam":
+        optimizer = adam_of(model)
+    return stepper(parallel, optimizer, comm.rank)
 
 
 def horovod(comm: rx.Comm) -> Step | None:
@@ -119,12 +139,16 @@ def methods(comm: rx.Comm) -> dict[str, Step]:
     found["Horovod"] = horovod(comm)
     for name in ALGORITHMS:
         found[f"relaxmpi {name}"] = ours(comm, name)
+    for cap in CAPS:
+        found[f"Adam: DDP, {cap} MiB"] = ddp(comm, cap, "adam")
+    found["Adam: relaxmpi 1 bit"] = stepper(*onebit(comm, WARM - 1), comm.rank)
     return {name: step for name, step in found.items() if step is not None}
 
 
 def is_wanted(name: str, wanted: list[str]) -> bool:
     """Whether a method was asked for; what all are compared with always is."""
-    reference = name == "compute alone" or name.startswith("DDP, ")
+    adam = any(want.startswith("Adam") for want in wanted)
+    reference = name == "compute alone" or name.startswith(("DDP, ", "Adam: DDP, ")[: 1 + adam])
     asked = (name.startswith(want) or name.endswith(f" {want}") for want in wanted)
     return not wanted or reference or any(asked)
 
@@ -134,7 +158,7 @@ def measure(comm: rx.Comm, rounds: int, steps: int, wanted: list[str]) -> dict[s
     with gloo(comm):
         chosen = {name: step for name, step in methods(comm).items() if is_wanted(name, wanted)}
         for step in chosen.values():
-            for _ in range(3):
+            for _ in range(WARM):
                 rx.barrier(comm)  # nothing of ours is under way while others use another library
                 step()
         taken: dict[str, list[float]] = {name: [] for name in chosen}
@@ -150,14 +174,20 @@ def measure(comm: rx.Comm, rounds: int, steps: int, wanted: list[str]) -> dict[s
 
 def report(taken: dict[str, list[float]], size: int, out: Path | None) -> None:
     median = {name: statistics.median(times) for name, times in taken.items()}
-    best = min((name for name in median if name.startswith("DDP, ")), key=median.__getitem__)
+    best = {
+        start: min(found, key=median.__getitem__)
+        for start in ("DDP, ", "Adam: DDP, ")
+        if (found := [name for name in median if name.startswith(start)])
+    }
     where = os.environ.get("RELAXMPI_LAB", "this machine")
     count = len(next(iter(taken.values())))
     print(f"{size} ranks, {where}, batch {BATCH} a rank, medians of {count} turns; load ", end="")
-    print(f"{os.getloadavg()[0]:.1f}\n\n{'':26}{'ms/step':>9}{'quartiles':>15}   against {best}")
+    print(f"{os.getloadavg()[0]:.1f}\n\n{'':26}{'ms/step':>9}{'quartiles':>15}   against")
     for name, middle in median.items():
         low, _, high = (1e3 * q for q in statistics.quantiles(taken[name], n=4))
-        print(f"{name:26}{middle * 1e3:9.1f}{low:8.1f}{high:7.1f}{median[best] / middle:9.2f}x")
+        of = best["Adam: DDP, " if name.startswith("Adam") else "DDP, "]
+        times = f"{median[of] / middle:9.2f}x {of}"
+        print(f"{name:26}{middle * 1e3:9.1f}{low:8.1f}{high:7.1f}{times}")
     if out is not None:
         result = {"ranks": size, "where": where, "load": os.getloadavg()[0], "seconds": taken}
         out.write_text(json.dumps(result, indent=1))

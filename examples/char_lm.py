@@ -2,6 +2,7 @@
 
     mpirun -n 4 python examples/char_lm.py --algorithm qsgd4 --steps 300
     mpirun -n 4 python examples/char_lm.py --optimizer diloco --steps 300 --resume runs/diloco
+    mpirun -n 4 python examples/char_lm.py --optimizer onebit --warmup 0.2
 
 With `--resume FOLDER` it goes on from the newest checkpoint there, as if it had never stopped.
 It predicts the next character. Every tenth file is kept for validation, which is reported in bits
@@ -31,6 +32,7 @@ ALGORITHMS = {
 }
 # DiLoCo's pseudo-gradient is sent once in 50 steps, in 8 bits a number: 1/200 of the bytes.
 DILOCO = rx.DiLoCo(every=50, codec=rx.Quantizer(bits=8), feedback=True)
+OPTIMIZERS = ("adamw", "onebit", "diloco")
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 OTHER = len(ALPHABET)  # all other characters are one
 CODES = {c: i for i, c in enumerate(ALPHABET)}
@@ -121,15 +123,29 @@ def equal(comm: rx.Comm, model: nn.Module) -> bool:
     return bool((seen == seen[0]).all())
 
 
+def rule_of(
+    comm: rx.Comm, model: nn.Module, given: argparse.Namespace
+) -> tuple[torch.optim.Optimizer, rx.Algorithm]:
+    """Return the optimizer, and what is exchanged around it."""
+    rule = rx.AdamW(betas=(0.9, 0.99), weight_decay=0.01)
+    if given.optimizer == "onebit":
+        onebit = rx.OneBitAdam(freeze=max(1, round(given.warmup * given.steps)), rule=rule)
+        optimizer = rx.OneBitAdamOptimizer(model.parameters(), onebit, comm=comm, lr=given.lr)
+        return optimizer, onebit
+    settings = {"lr": given.lr, "betas": rule.betas, "weight_decay": rule.weight_decay}
+    algorithm = DILOCO if given.optimizer == "diloco" else ALGORITHMS[given.algorithm]
+    return torch.optim.AdamW(model.parameters(), **settings), algorithm
+
+
 def train(comm: rx.Comm, given: argparse.Namespace) -> bool:
     """Train on all ranks and report on rank 0; return whether all ranks hold the same model."""
     torch.manual_seed(given.seed)
     torch.set_num_threads(1)
     text, held_out = library(comm)
     model = Transformer(given.width, given.layers, given.context)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, betas=(0.9, 0.99))
+    optimizer, algorithm = rule_of(comm, model, given)
+    name = given.algorithm if given.optimizer == "adamw" else given.optimizer
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, given.lr, given.steps, pct_start=0.1)
-    algorithm = DILOCO if given.optimizer == "diloco" else ALGORITHMS[given.algorithm]
     sync = rx.attach(model, optimizer, algorithm, comm=comm)
     places = torch.Generator().manual_seed(given.seed * comm.size + comm.rank)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sync": sync}
@@ -140,7 +156,6 @@ def train(comm: rx.Comm, given: argparse.Namespace) -> bool:
         if done and comm.rank == 0:
             print(f"resumed after step {done}")
 
-    name = given.algorithm if given.optimizer == "adamw" else given.optimizer
     bar = trange(done, given.steps, desc=name, disable=comm.rank > 0)
     begin = time.perf_counter()
     for step in bar:
@@ -172,8 +187,13 @@ def train(comm: rx.Comm, given: argparse.Namespace) -> bool:
 def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="qsgd8")
-    parser.add_argument("--optimizer", choices=["adamw", "diloco"], default="adamw")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument(
+        "--algorithm", choices=ALGORITHMS, default="qsgd8", help="of adamw: how gradients travel"
+    )
+    parser.add_argument(
+        "--warmup", type=float, default=0.2, help="of onebit: share of the steps before the freeze"
+    )
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=12, help="windows a rank and step")
     parser.add_argument("--context", type=int, default=64, help="characters in a window")

@@ -25,6 +25,7 @@ _HOME = {
         "Algorithm Bound Rule Local SGD QSGD ByteGrad "
         "LocalSGD DiLoCo "
         "OSGP SGP Decentralized Order Choco LowPrecisionDecentralized ADPSGD SlowMo "
+        "AdamW OneBitAdam OneBitAdamOptimizer VarianceRatio "
         "attach Sync SyncStats NonFinite ddp_hook DDPHook"
     ).split(),
 }

@@ -1,8 +1,8 @@
 """The low-level layer: how ranks talk."""
 
-from relaxmpi.primitives.async_pairwise import AsyncPairwise
-from relaxmpi.primitives.async_push_sum import AsyncPushSum
-from relaxmpi.primitives.async_stats import AsyncStats
+from relaxmpi.primitives.asynchronous.pairwise import AsyncPairwise
+from relaxmpi.primitives.asynchronous.push_sum import AsyncPushSum
+from relaxmpi.primitives.asynchronous.stats import AsyncStats
 from relaxmpi.primitives.bucket import Bucket, buckets_of
 from relaxmpi.primitives.checkpoint.load import load
 from relaxmpi.primitives.checkpoint.save import save
@@ -19,7 +19,6 @@ from relaxmpi.primitives.codecs import (
 from relaxmpi.primitives.comm import Comm
 from relaxmpi.primitives.cpu import Cpu
 from relaxmpi.primitives.devices import register
-from relaxmpi.primitives.difference import DCD, DifferenceCompression
 from relaxmpi.primitives.errors import (
     BrokenComm,
     CheckpointError,
@@ -31,7 +30,8 @@ from relaxmpi.primitives.errors import (
     RelaxError,
 )
 from relaxmpi.primitives.feedback import ErrorFeedback
-from relaxmpi.primitives.gossip import neighbor_allreduce, pairwise_average, push_sum
+from relaxmpi.primitives.gossip.difference import DCD, DifferenceCompression
+from relaxmpi.primitives.gossip.verbs import neighbor_allreduce, pairwise_average, push_sum
 from relaxmpi.primitives.hierarchy import Hierarchy
 from relaxmpi.primitives.ops import MAX, MEAN, MIN, SUM, Op
 from relaxmpi.primitives.primitive import primitive

@@ -18,7 +18,7 @@ Codes = NDArray[np.uint8]
 
 
 @inlined
-def _scale(x: Floats, l2: bool, out: Floats, lanes: Lanes) -> None:
+def scale_of(x: Floats, l2: bool, out: Floats, lanes: Lanes) -> None:
     """out[0] = mean |x|, or the root of mean x**2; NaN where x holds a NaN or an infinity."""
     unit = 1.0
     if x.itemsize == 8:  # sums of floats cannot overflow in double, those of doubles can
@@ -34,7 +34,7 @@ def _scale(x: Floats, l2: bool, out: Floats, lanes: Lanes) -> None:
 
 
 @inlined
-def _pack_signs(x: Floats, packed: Codes) -> None:
+def pack_signs(x: Floats, packed: Codes) -> None:
     n = x.size // 8
     a, b, c, d = x[:n], x[n : 2 * n], x[2 * n : 3 * n], x[3 * n : 4 * n]
     e, f, g, h = x[4 * n : 5 * n], x[5 * n : 6 * n], x[6 * n : 7 * n], x[7 * n : 8 * n]
@@ -59,7 +59,7 @@ def _pack_signs(x: Floats, packed: Codes) -> None:
 
 
 @inlined
-def _values(packed: Codes, scale: Any, out: Floats) -> None:
+def values_of(packed: Codes, scale: Any, out: Floats) -> None:
     n = out.size // 8
     for j in range(8):
         part = out[j * n : (j + 1) * n]
@@ -71,7 +71,7 @@ def _values(packed: Codes, scale: Any, out: Floats) -> None:
 
 
 @inlined
-def _without(u: Floats, scale: Any, residual: Floats) -> None:
+def without(u: Floats, scale: Any, residual: Floats) -> None:
     """Residual = u - decoded, where decoded is scale or -scale."""
     zero = u.dtype.type(0)
     for i in range(u.size):
@@ -83,8 +83,8 @@ def _sign(x: Floats, scales: Floats, packed: Codes, bucket: int, l2: bool, lanes
     for b in range(scales.size):
         lo = b * bucket
         hi = min(lo + bucket, x.size)
-        _scale(x[lo:hi], l2, scales[b : b + 1], lanes)
-        _pack_signs(x[lo:hi], packed[lo // 8 : (hi + 7) // 8])
+        scale_of(x[lo:hi], l2, scales[b : b + 1], lanes)
+        pack_signs(x[lo:hi], packed[lo // 8 : (hi + 7) // 8])
 
 
 @jit
@@ -106,10 +106,10 @@ def _sign_feedback(
         u = sums[: hi - lo]
         for i in range(u.size):
             u[i] = xb[i] + rb[i]
-        _scale(u, l2, scales[b : b + 1], lanes)
-        _pack_signs(u, packed[lo // 8 : (hi + 7) // 8])
+        scale_of(u, l2, scales[b : b + 1], lanes)
+        pack_signs(u, packed[lo // 8 : (hi + 7) // 8])
         if np.isfinite(scales[b]):
-            _without(u, scales[b], rb)
+            without(u, scales[b], rb)
 
 
 @jit
@@ -123,11 +123,11 @@ def _unsign(
         if add:
             ob = out[lo:hi]
             q = values[: hi - lo]
-            _values(bits, scales[b], q)
+            values_of(bits, scales[b], q)
             for i in range(q.size):
                 ob[i] += q[i]
         else:
-            _values(bits, scales[b], out[lo:hi])
+            values_of(bits, scales[b], out[lo:hi])
 
 
 def sign(x: Floats, payload: Codes, *, bucket: int, l2: bool) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.codecs import Codec, Key
 from relaxmpi.primitives.devices import Device, Flat, device_of
-from relaxmpi.primitives.difference import Replicas
 from relaxmpi.primitives.feedback import ErrorFeedback
+from relaxmpi.primitives.gossip.difference import Replicas
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.wire import Wire, wire_for
 from relaxmpi.primitives.work import Flow

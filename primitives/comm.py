@@ -12,8 +12,8 @@ from relaxmpi.primitives.agreement import Lane, after, before, nothing
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.door import Door
-from relaxmpi.primitives.edges import Edges
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
+from relaxmpi.primitives.gossip.edges import Edges
 from relaxmpi.primitives.notices import NoticeBoard
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from typing_extensions import Self
 
-    from relaxmpi.primitives.edge_verb import Move
+    from relaxmpi.primitives.gossip.routes import Route
+    from relaxmpi.primitives.gossip.verb import Move
     from relaxmpi.primitives.hierarchy import Hierarchy
-    from relaxmpi.primitives.routes import Route
     from relaxmpi.primitives.trace import Trace
     from relaxmpi.primitives.transport import Transport
 
@@ -421,6 +421,12 @@ class Comm:
         if held is None or len(held) < count:
             held = self._scratch[key] = device.empty(count, dtype)
         return held[:count]
+
+    def free_scratch(self) -> None:
+        """Let go of that memory, where calls to come need less."""
+        self._scratch.clear()
+        for part in self._parts:
+            part.free_scratch()
 
     def next_step(self, name: str) -> int:
         """Count a call of this name: the default step of a codec's random numbers."""

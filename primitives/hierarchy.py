@@ -10,15 +10,15 @@ from relaxmpi.primitives.agreement import nothing
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.comm import Comm
 from relaxmpi.primitives.devices import Device
-from relaxmpi.primitives.gossip_nodes import NodePatience, by_node, of_cross
+from relaxmpi.primitives.gossip.nodes import NodePatience, by_node, of_cross
 from relaxmpi.primitives.ops import MEAN, SUM, Op
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.wire import Coded, Wire, chunks
 from relaxmpi.primitives.work import Flow, Queue, Work
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.edge_verb import Move
-    from relaxmpi.primitives.routes import Route
+    from relaxmpi.primitives.gossip.routes import Route
+    from relaxmpi.primitives.gossip.verb import Move
 
 __all__ = ["Hierarchy"]
 

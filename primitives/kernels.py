@@ -6,6 +6,7 @@ contiguous; floats are float32 (fast) or float64 (correct); payloads are uint8 o
 Whoever calls checks the arguments: see `codecs`.
 """
 
+from relaxmpi.primitives._adam import absolute_sum, adam, is_finite, rates, square_sum
 from relaxmpi.primitives._bits import pack, unpack
 from relaxmpi.primitives._cast import (
     accumulate,
@@ -19,20 +20,32 @@ from relaxmpi.primitives._cast import (
 from relaxmpi.primitives._draw import random_words
 from relaxmpi.primitives._minmax import dequantise_minmax, quantise_minmax
 from relaxmpi.primitives._mix import follow, gap, meet, mix, pair, scaled, share, subtract
+from relaxmpi.primitives._momentum import (
+    gather_momentum,
+    move_frozen,
+    move_signed,
+    sign_momentum,
+)
 from relaxmpi.primitives._quantise import dequantise, quantise, quantise_feedback
 from relaxmpi.primitives._sign import sign, sign_feedback, unsign
 from relaxmpi.primitives._topk import densify, sparsify, sparsify_feedback
 
 __all__ = [
+    "absolute_sum",
     "accumulate",
+    "adam",
     "densify",
     "dequantise",
     "dequantise_minmax",
     "follow",
     "gap",
+    "gather_momentum",
+    "is_finite",
     "leave",
     "meet",
     "mix",
+    "move_frozen",
+    "move_signed",
     "narrow_bf16",
     "narrow_fp16",
     "pack",
@@ -41,13 +54,16 @@ __all__ = [
     "quantise_feedback",
     "quantise_minmax",
     "random_words",
+    "rates",
     "scale",
     "scaled",
     "share",
     "sign",
     "sign_feedback",
+    "sign_momentum",
     "sparsify",
     "sparsify_feedback",
+    "square_sum",
     "subtract",
     "unpack",
     "unsign",

@@ -10,7 +10,7 @@ import pytest
 
 import relaxmpi as rx
 from relaxmpi import faults
-from relaxmpi.primitives.async_edges import HEADER
+from relaxmpi.primitives.asynchronous.edges import HEADER
 
 # Random delays of 0 to 5 seconds on ordered edges, and a network that loses, repeats and reorders.
 LATE = [faults.Delay(0.5, seconds=s) for s in (1, 2, 2)]

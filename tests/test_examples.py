@@ -94,11 +94,15 @@ def test_train_digits(launch, n, algorithm):
     assert f"{algorithm}:" in result.stderr, "a progress bar"
 
 
-@pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (2, "qsgd8"), (3, "sign")])
+@pytest.mark.parametrize(
+    ("n", "algorithm"),
+    [(1, "sgd"), (2, "qsgd8"), (3, "sign"), (1, "onebit"), (2, "onebit"), (2, "diloco")],
+)
 def test_char_lm(launch, n, algorithm):
     small = "--steps 12 --width 32 --layers 1 --context 32".split()
     script = EXAMPLES / "char_lm.py"
-    result = launch(script, n, "--algorithm", algorithm, *small, timeout=120)
+    option = "--optimizer" if algorithm in ("onebit", "diloco") else "--algorithm"
+    result = launch(script, n, option, algorithm, *small, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"{n} ranks, {algorithm}: "), "rank 0 alone prints"
     assert "equal on all ranks: yes" in result.stdout
@@ -107,15 +111,6 @@ def test_char_lm(launch, n, algorithm):
     sent = int(re.search(r"([0-9,]+) bytes", result.stdout)[1].replace(",", ""))
     assert (sent == 0) == (n == 1)
     assert f"{algorithm}:" in result.stderr, "a progress bar"
-
-
-@pytest.mark.parametrize("optimizer", ["diloco"])
-def test_char_lm_with_an_optimizer_of_its_own(launch, optimizer):
-    small = "--steps 12 --width 32 --layers 1 --context 32".split()
-    result = launch(EXAMPLES / "char_lm.py", 2, "--optimizer", optimizer, *small, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(f"2 ranks, {optimizer}: ")
-    assert "equal on all ranks: yes" in result.stdout
 
 
 @pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (3, "qsgd4")])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from relaxmpi.primitives.async_edges import InEdge, OutEdge
+from relaxmpi.primitives.asynchronous.edges import InEdge, OutEdge
 from relaxmpi.primitives.codecs import Codec, Key
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.ops import Op

@@ -10,8 +10,8 @@ from zlib import crc32
 import numpy as np
 
 from relaxmpi.primitives.agreement import nothing
-from relaxmpi.primitives.async_carriers import Carrier, Differences, Share, Shares, Sums
-from relaxmpi.primitives.async_edges import (
+from relaxmpi.primitives.asynchronous.carriers import Carrier, Differences, Share, Shares, Sums
+from relaxmpi.primitives.asynchronous.edges import (
     ACK,
     GAVE_UP,
     HEADER,
@@ -24,12 +24,12 @@ from relaxmpi.primitives.async_edges import (
     OutEdge,
     neighbours,
 )
-from relaxmpi.primitives.async_stats import AsyncStats
+from relaxmpi.primitives.asynchronous.endpoint import Endpoint
+from relaxmpi.primitives.asynchronous.stats import AsyncStats
 from relaxmpi.primitives.codecs import Key
 from relaxmpi.primitives.devices import Device, Flat
-from relaxmpi.primitives.difference import DifferenceCompression
-from relaxmpi.primitives.endpoint import Endpoint
 from relaxmpi.primitives.errors import MismatchError
+from relaxmpi.primitives.gossip.difference import DifferenceCompression
 from relaxmpi.primitives.topology import Topology
 from relaxmpi.primitives.transport import Every, Request
 from relaxmpi.primitives.work import Flow

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from relaxmpi.primitives.difference import DCD, DifferenceCompression, Replicas
-from relaxmpi.primitives.gossip_moves import Room
+from relaxmpi.primitives.gossip.difference import DCD, DifferenceCompression, Replicas
+from relaxmpi.primitives.gossip.moves import Room
 from relaxmpi.primitives.transport import Turn
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.codecs import Codec, Key
     from relaxmpi.primitives.devices import Flat
-    from relaxmpi.primitives.edges import Exchange
-    from relaxmpi.primitives.routes import Route
+    from relaxmpi.primitives.gossip.edges import Exchange
+    from relaxmpi.primitives.gossip.routes import Route
     from relaxmpi.primitives.work import Flow
 
 __all__ = ["choco", "dcd", "push"]

@@ -13,8 +13,8 @@ from relaxmpi.primitives.work import in_background
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.devices import Flat
-    from relaxmpi.primitives.edges import Exchange
-    from relaxmpi.primitives.routes import Route
+    from relaxmpi.primitives.gossip.edges import Exchange
+    from relaxmpi.primitives.gossip.routes import Route
     from relaxmpi.primitives.work import Flow
 
 __all__ = ["average", "meet", "push"]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 from relaxmpi.primitives.agreement import nothing
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.errors import MismatchError
+from relaxmpi.primitives.gossip.routes import Route, checked_step, look_at, route_at
 from relaxmpi.primitives.primitive import Primitive, door_of
-from relaxmpi.primitives.routes import Route, checked_step, look_at, route_at
 from relaxmpi.primitives.topology import Topology
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.devices import Flat
-    from relaxmpi.primitives.edges import Exchange
+    from relaxmpi.primitives.gossip.edges import Exchange
     from relaxmpi.primitives.work import Flow, Work
 
 __all__ = ["EdgePlan", "EdgeVerb", "Move", "agree_on"]

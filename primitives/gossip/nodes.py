@@ -15,13 +15,13 @@ from relaxmpi.primitives.arguments import ordered
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.devices import Flat, device_of
 from relaxmpi.primitives.errors import MismatchError, RelaxError
+from relaxmpi.primitives.gossip.routes import Route
 from relaxmpi.primitives.ops import MEAN
-from relaxmpi.primitives.routes import Route
 from relaxmpi.primitives.wire import Plain, chunks
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.edge_patience import EdgePatience
-    from relaxmpi.primitives.edge_verb import Move
+    from relaxmpi.primitives.gossip.patience import EdgePatience
+    from relaxmpi.primitives.gossip.verb import Move
     from relaxmpi.primitives.hierarchy import Hierarchy
     from relaxmpi.primitives.notices import NoticeBoard
     from relaxmpi.primitives.work import Flow, Work

@@ -6,9 +6,10 @@ encoding has lost is in the next difference.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from relaxmpi.primitives.codecs import Codec
+from relaxmpi.primitives.codecs import Codec, Quantizer
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.errors import RelaxError
 
@@ -177,7 +178,8 @@ class DifferenceCompression(Replicas):
     of its own, or two an edge; a change that is not finite is left out of them.
 
     Args:
-        codec: What encodes. 4 bits and more; for sign, buckets of at most 64.
+        codec: What encodes. 4 bits and more; for sign, buckets of at most 64. Nearest rounding
+            is used where the codec leaves the choice: what is lost comes in the next difference.
         gamma: How far x moves, in (0, 1]. Coarse codecs need less: at 2 bits and gamma = 1 gossip
             diverges, at 0.5 it converges.
 
@@ -195,7 +197,7 @@ class DifferenceCompression(Replicas):
     """
 
     def __init__(self, codec: Codec, gamma: float = 0.5) -> None:
-        super().__init__(codec)
+        super().__init__(_nearest(codec))
         if not 0 < gamma <= 1:
             raise ValueError(f"gamma must be in (0, 1], not {gamma!r}")
         self.gamma = float(gamma)
@@ -206,6 +208,12 @@ class DifferenceCompression(Replicas):
     def describe(self) -> str:
         """What the ends of an edge must agree on."""
         return f"DifferenceCompression({self.codec.describe()}, {self.gamma})"
+
+
+def _nearest(codec: Codec) -> Codec:
+    if isinstance(codec, Quantizer) and codec.stochastic is None:
+        return replace(codec, stochastic=False)
+    return codec
 
 
 class DCD(Replicas):

@@ -9,8 +9,8 @@ from zlib import crc32
 
 import numpy as np
 
-from relaxmpi.primitives.async_edges import HEADER, Header
-from relaxmpi.primitives.endpoint import Endpoint, agree, numbers_of
+from relaxmpi.primitives.asynchronous.edges import HEADER, Header
+from relaxmpi.primitives.asynchronous.endpoint import Endpoint, agree, numbers_of
 from relaxmpi.primitives.errors import MismatchError
 from relaxmpi.primitives.transport import Request
 from relaxmpi.primitives.work import Flow

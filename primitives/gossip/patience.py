@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from relaxmpi.primitives.errors import MismatchError, PeerTimeout, RelaxError
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.edges import Edges, Exchange
+    from relaxmpi.primitives.gossip.edges import Edges, Exchange
     from relaxmpi.primitives.work import Work
 
 __all__ = ["EdgePatience"]

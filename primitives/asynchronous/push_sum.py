@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relaxmpi.primitives.async_edges import steps_of
-from relaxmpi.primitives.async_exchange import Options, PushSumEdges
-from relaxmpi.primitives.difference import DifferenceCompression
-from relaxmpi.primitives.endpoint import agree, numbers_of
+from relaxmpi.primitives.asynchronous.edges import steps_of
+from relaxmpi.primitives.asynchronous.endpoint import agree, numbers_of
+from relaxmpi.primitives.asynchronous.exchange import Options, PushSumEdges
+from relaxmpi.primitives.gossip.difference import DifferenceCompression
 from relaxmpi.primitives.topology import Topology
 from relaxmpi.primitives.work import Flow
 

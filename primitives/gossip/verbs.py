@@ -16,18 +16,18 @@ from functools import lru_cache
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from relaxmpi.primitives import difference_moves, gossip_moves
 from relaxmpi.primitives.arguments import apart, like
 from relaxmpi.primitives.codecs import Codec, Identity, Key
 from relaxmpi.primitives.devices import Flat, device_of
-from relaxmpi.primitives.difference import DCD, DifferenceCompression, Replicas
-from relaxmpi.primitives.edge_verb import EdgePlan, EdgeVerb, Move
 from relaxmpi.primitives.feedback import ErrorFeedback
-from relaxmpi.primitives.routes import Route, pair_with
+from relaxmpi.primitives.gossip import difference_moves, moves
+from relaxmpi.primitives.gossip.difference import DCD, DifferenceCompression, Replicas
+from relaxmpi.primitives.gossip.routes import Route, pair_with
+from relaxmpi.primitives.gossip.verb import EdgePlan, EdgeVerb, Move
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
-    from relaxmpi.primitives.edges import Exchange
+    from relaxmpi.primitives.gossip.edges import Exchange
     from relaxmpi.primitives.topology import Topology
     from relaxmpi.primitives.work import Flow
 
@@ -93,7 +93,7 @@ def neighbor_allreduce(
             if isinstance(codec, DifferenceCompression):
                 tools = comm.priced(codec.codec), _key(comm, name, step)
                 return difference_moves.choco(exchange, part, goal, route, codec, *tools)
-            return gossip_moves.average(exchange, part, goal, route)
+            return moves.average(exchange, part, goal, route)
 
         return Move(what, flat, target, post, lambda _: x if out is None else out)
 
@@ -158,7 +158,7 @@ def push_sum(
             if isinstance(codec, DifferenceCompression):
                 tools = comm.priced(codec.codec), _key(comm, name, step)
                 return difference_moves.push(exchange, part, weight, route, codec, *tools)
-            return gossip_moves.push(exchange, part, weight, route)
+            return moves.push(exchange, part, weight, route)
 
         def give(arrived: tuple[Any, float]) -> tuple[Any, float]:
             return device.dress(arrived[0], x, flat.shape), arrived[1]
@@ -205,7 +205,7 @@ def pairwise_average(comm: Comm, x: Any, *, peer: int, name: str = "") -> EdgePl
         what = _told("pairwise_average", flat, None, None, name, ())
 
         def post(exchange: Exchange, route: Route, part: Flat, _goal: Any) -> Flow[None]:
-            return gossip_moves.meet(exchange, _priced(comm, part), *route.out)
+            return moves.meet(exchange, _priced(comm, part), *route.out)
 
         return Move(what, flat, flat, post, lambda _: x)
 

@@ -20,15 +20,15 @@ import numpy as np
 
 from relaxmpi.primitives.buffers import Buffers
 from relaxmpi.primitives.calls import Call
-from relaxmpi.primitives.edge_patience import EdgePatience
 from relaxmpi.primitives.errors import MismatchError
-from relaxmpi.primitives.pool import Pool
+from relaxmpi.primitives.gossip.patience import EdgePatience
+from relaxmpi.primitives.gossip.pool import Pool
 from relaxmpi.primitives.transport import TAG, Every, Request
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.gossip.routes import Known, Route
     from relaxmpi.primitives.notices import NoticeBoard
-    from relaxmpi.primitives.routes import Known, Route
     from relaxmpi.primitives.topology import Topology
     from relaxmpi.primitives.transport import Transport
     from relaxmpi.primitives.work import Flow

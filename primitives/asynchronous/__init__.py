@@ -1,0 +1,1 @@
+"""Endpoints of ranks that run freely: messages come when they come."""

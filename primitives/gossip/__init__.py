@@ -1,0 +1,1 @@
+"""Neighbour verbs: ranks average with a few others instead of with all."""
