@@ -286,6 +286,7 @@ class Mixing(Engine):
 
     def quiesce(self) -> None:
         """Wait for parameters on their way."""
+        self._outside("save(sync=...)")
         self._meet("save()")
         for part in self.parts:
             part.bound.quiesce()
@@ -294,11 +295,26 @@ class Mixing(Engine):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each bucket."""
+        self._outside("sync.state_dict()")
         names = [[name for name, _ in part.named] for part in self.parts]
-        return {"order": names, "buckets": {p.name: p.bound.state_dict() for p in self.parts}}
+        kind = self.parts[0].bound.kind if self.parts else ""
+        return {
+            "kind": kind,
+            "order": names,
+            "buckets": {p.name: p.bound.state_dict() for p in self.parts},
+        }
+
+    def _outside(self, what: str) -> None:
+        """Refuse what would take the mean model for this rank's own."""
+        if self._shown:
+            raise RelaxError(
+                f"{what} inside averaged(): the parameters are the mean there, which does not go "
+                "with this rank's own state: leave the block first, or save the model alone"
+            )
 
     def load_state_dict(self, state: dict[str, Any], *, resized: bool) -> None:
         """Fill the buckets; the parameters are restored already."""
+        self._outside("sync.load_state_dict()")
         order, buckets = state["order"], state["buckets"]
         barrier(self.control, name=f"restored buckets {order}")
         # One rank has none where the algorithm does nothing there, and others begin anew from it.
@@ -307,6 +323,12 @@ class Mixing(Engine):
                 "this state is of a model with other trained parameters, or was saved with other "
                 "bucket sizes"
             )
+        for part in self.parts:
+            if order and state["kind"] != part.bound.kind:
+                raise ValueError(
+                    f"this state is of {state['kind']}, not of {part.bound.kind}: attach the "
+                    "algorithm that it was saved with, or begin anew from the parameters alone"
+                )
         for part in self.parts:
             part.bound.quiesce()  # it may still read x
             part.fetch(part.flat)

@@ -84,6 +84,11 @@ class Bound:
         """What the local rule moves: x, unless the gradient is taken at another place."""
         return self.x
 
+    @property
+    def kind(self) -> str:
+        """What it is, in words: only a state of the same kind can be restored."""
+        return type(self).__name__.removeprefix("Bound")
+
     def poll(self) -> None:
         """What may happen at any moment while a gradient is computed, to keep messages moving."""
         self.comm.progress()

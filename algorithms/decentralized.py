@@ -115,6 +115,11 @@ class AdaptFirst(BoundMixing):
         super().__init__(rule, comm, x, lr, name)
         self.how = how
 
+    @property
+    def kind(self) -> str:
+        """See `Bound`; replicas, and a mean on its way, are a part of the state."""
+        return "Decentralized" if self.how.memory is None else "Choco"
+
     def on_params(self) -> bool:
         """Combine."""
         self.t += 1
@@ -156,6 +161,11 @@ class CombineFirst(AdaptFirst):
         self.mixed = device_of(x).like(x, tuple(x.shape))
         self.work: Work[Any] | None = None
         self.arrived = False  # whether `mixed` has been restored, and waits for its step
+
+    @property
+    def kind(self) -> str:
+        """See `Bound`."""
+        return f"{super().kind} in order {Order.COMBINE_WHILE_ADAPT.name}"
 
     def before_step(self) -> bool:
         """Combine what was sent when the step before ended."""

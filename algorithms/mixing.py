@@ -7,6 +7,7 @@ from typing import Any
 from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Algorithm, Bound, Rule
 from relaxmpi.primitives import Comm
+from relaxmpi.primitives.devices import device_of
 
 __all__ = ["BoundMixing", "MixingAlgorithm"]
 
@@ -31,6 +32,7 @@ class BoundMixing(Bound):
     """The state of such an algorithm: x, the local rule's, and the number of steps taken."""
 
     def __init__(self, rule: Rule, comm: Comm, x: Any, lr: float, name: str) -> None:
+        _check_parameters(x)
         self.comm, self.x, self.lr, self.name = comm, x, lr, name
         self.rule = rule.local()
         self.t = 0
@@ -54,3 +56,15 @@ class BoundMixing(Bound):
         self.finish()
         BoundMixing.load_state_dict(self, state)
         self.replace(x)
+
+
+def _check_parameters(x: Any) -> None:
+    """Refuse at once what a later step cannot change in place."""
+    dtype = device_of(x).flat(x, strided=True).dtype
+    if not dtype.startswith(("float", "bfloat", "complex")):
+        raise TypeError(f"parameters are floats or complex numbers, not {dtype}")
+    if getattr(x, "requires_grad", False):
+        raise ValueError(
+            "torch changes no tensor that requires gradients in place: pass x.detach(), which "
+            "shares its memory"
+        )

@@ -114,11 +114,22 @@ class OSGP(MixingAlgorithm):
                 "on a Hierarchy a push ends when all of the node have its result, so nothing "
                 f"could overlap: use SGP() there, or OSGP(tau={self.tau}) on a flat Comm"
             )
+        self._check_kept(*comm.seat)
         if self.tau is not None:
             return BoundOSGP(self, comm, x, lr, name)
         codec = None if self.codec is None else DifferenceCompression(self.codec, self.gamma)
         how = self.rule, self.topology, self.period, self.biased, codec
         return BoundAsyncOSGP(*how, comm, x, lr, name)
+
+    def _check_kept(self, _rank: int, n: int) -> None:
+        """Refuse a rank that has nothing left while its messages are on their way: x = 0 / 0."""
+        all_given = self.codec is None or self.gamma == 1
+        if n > 1 and self.tau != 0 and all_given and not self.biased and not self.topology.keeps(n):
+            raise ValueError(
+                f"over {self.topology!r} some rank gives all it has away, so that nothing is left "
+                "of x until the messages of others are folded in: let each rank keep a part, or "
+                "use SGP()"
+            )
 
     @property
     def lockstep(self) -> bool:
@@ -189,6 +200,11 @@ class BoundOSGP(BoundMixing):
             )
         memory.codec = codec
         return memory
+
+    @property
+    def kind(self) -> str:
+        """See `Bound`; replicas are a part of the state."""
+        return super().kind if self.codec is None else f"{super().kind} with a codec"
 
     @property
     def stepped(self) -> Any:

@@ -44,6 +44,11 @@ class BoundAsyncOSGP(BoundMixing):
         return AsyncPushSum(self.comm, self.y, self.topology, codec=self.codec, name=self.name)
 
     @property
+    def kind(self) -> str:
+        """See `Bound`; replicas are a part of the state."""
+        return super().kind if self.codec is None else f"{super().kind} with a codec"
+
+    @property
     def stepped(self) -> Any:
         """The numerator."""
         return self.y
@@ -103,8 +108,11 @@ class BoundAsyncOSGP(BoundMixing):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Drain, and restore."""
         super().load_state_dict(state)
-        if self.mix is None:
-            self.mix = self._open()
-        self.mix.load_state_dict(state["mix"])
+        if state["mix"] is None:  # saved after `finish`
+            self.finish()
+        else:
+            if self.mix is None:
+                self.mix = self._open()
+            self.mix.load_state_dict(state["mix"])
         self.y[...] = state["y"]
         self.settle()

@@ -109,6 +109,11 @@ class BoundSlowMo(Bound):
         self.inner.lr = value
 
     @property
+    def kind(self) -> str:
+        """See `Bound`."""
+        return f"SlowMo around {self.inner.kind}"
+
+    @property
     def stepped(self) -> Any:
         """See `Bound`."""
         return self.inner.stepped

@@ -333,3 +333,50 @@ def test_buffers_stay_local_until_averaged(comm):
         assert not torch.equal(*rx.allgather(comm, mine))
         sync.average_buffers()
         assert torch.equal(*rx.allgather(comm, model[1].running_mean))
+
+
+MIXERS = {
+    "OSGP": rx.OSGP(),
+    "codec": rx.OSGP(codec=rx.Quantizer(bits=8)),
+    "free": rx.OSGP(tau=None),
+    "D-PSGD": rx.Decentralized(),
+    "while": rx.Decentralized(order=rx.Order.COMBINE_WHILE_ADAPT),
+    "CHOCO": rx.Choco(),
+    "BAGUA": rx.LowPrecisionDecentralized(),
+    "AD-PSGD": rx.ADPSGD(),
+    "SlowMo": rx.SlowMo(rx.OSGP(), every=2),
+    "local": rx.LocalSGD(every=2),
+    "DiLoCo": rx.DiLoCo(every=2),
+}
+
+
+def test_the_state_of_another_algorithm_is_refused_before_anything_changes():
+    def run():
+        with rx.Comm.world() as comm:
+            states = {}
+            for name, spec in MIXERS.items():
+                with rx.attach(model := perceptron(), sgd_of(model), spec, comm=comm) as sync:
+                    states[name] = sync.state_dict()
+            for name, spec in MIXERS.items():
+                with rx.attach(model := perceptron(), sgd_of(model), spec, comm=comm) as sync:
+                    for other, state in states.items():
+                        if other == name:
+                            sync.load_state_dict(state)
+                            continue
+                        with pytest.raises(ValueError, match="this state is of"):
+                            sync.load_state_dict(state)
+
+    rx.SimulatedWorld(2).run(run)
+
+
+@pytest.mark.ranks(2)
+def test_the_mean_is_not_saved_with_the_state_of_one_rank(comm):
+    model = perceptron(comm.rank)
+    optimizer = sgd_of(model)
+    with rx.attach(model, optimizer, rx.Decentralized(), comm=comm) as sync:
+        train(comm, model, optimizer, 2)
+        state = sync.state_dict()
+        with sync.averaged():
+            for wrong in (sync.state_dict, sync.quiesce, lambda: sync.load_state_dict(state)):
+                with pytest.raises(rx.RelaxError, match=r"inside averaged\(\)"):
+                    wrong()

@@ -50,6 +50,7 @@ REFUSED = {
     ),
     "DCD pushes": (TypeError, "must be a Diff", lambda c: push(c, X, codec=rx.DCD(rx.OneBit()))),
     "no step": (ValueError, "step=", lambda c: push(c, X, step=None)),
+    "far step": (ValueError, "less than 2", lambda c: push(c, X, step=2**63)),
     "step": (TypeError, "step must be", lambda c: push(c, X, step="0")),
     "rows": (ValueError, "push_sum", lambda c: average(c, X, topology=LOPSIDED)),
     "topology": (TypeError, "must be a Topology", lambda c: average(c, X, topology="ring")),

@@ -301,3 +301,66 @@ def test_no_more_is_given_away_than_comes_back(tau):
             return min(held)
 
     assert min(rx.SimulatedWorld(4).run(program)) >= 0.5
+
+
+SWAP = rx.from_matrix([[0, 1], [1, 0]])
+
+
+@pytest.mark.parametrize("tau", [1, 3, None])
+def test_a_topology_that_leaves_a_rank_with_nothing_is_refused(tau):
+    """With w = 0 the model would be 0 / 0, and no later step would make it finite again."""
+
+    def run():
+        with rx.Comm.world() as comm:
+            with pytest.raises(ValueError, match="gives all it has away"):
+                rx.OSGP(tau, SWAP).bind(comm, np.ones(3), lr=0.1)
+            with pytest.raises((ValueError, rx.MismatchError), match="gives all it has away"):
+                rx.AsyncPushSum(comm, np.ones(3), SWAP)
+            x = np.full(3, float(comm.rank))
+            rx.SGP(SWAP).bind(comm, x, lr=0.1).step(np.zeros(3))
+            return x[0]
+
+    assert simulate(2, run) == [1, 0]
+
+
+ALL = [
+    rx.OSGP(),
+    rx.Decentralized(),
+    rx.Choco(),
+    rx.LowPrecisionDecentralized(),
+    rx.SlowMo(rx.SGP()),
+    rx.LocalSGD(every=2),
+    rx.DiLoCo(every=2),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("spec", ALL, ids=lambda spec: type(spec).__name__)
+def test_parameters_that_no_step_could_change_are_refused_when_bound(comm, spec):
+    torch = pytest.importorskip("torch")
+    read_only = np.ones(3)
+    read_only.flags.writeable = False
+    for x, kind, words in [
+        (np.ones(3, int), TypeError, "float"),
+        (read_only, ValueError, "read-only"),
+        (torch.nn.Parameter(torch.ones(3)), ValueError, "detach"),
+    ]:
+        with pytest.raises(kind, match=words):
+            spec.bind(comm, x, lr=0.1)
+
+
+def test_free_running_osgp_restores_what_was_saved_after_finish():
+    def run():
+        with rx.Comm.world() as comm:
+            x = np.full(3, float(comm.rank))
+            opt = rx.OSGP(tau=None).bind(comm, x, lr=0.1)
+            opt.step(np.zeros(3))
+            opt.finish()
+            state, want = opt.state_dict(), x.copy()
+            opt.step(np.ones(3))
+            opt.load_state_dict(state)
+            np.testing.assert_array_equal(x, want)
+            opt.step(np.zeros(3))
+            opt.finish()
+
+    simulate(3, run)

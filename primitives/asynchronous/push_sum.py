@@ -105,6 +105,8 @@ class AsyncPushSum(PushSumEdges):
             _check(topology, max_staleness, codec, floor)
             for step in steps_of(topology, comm.size):
                 topology.check(comm.size, step)
+            if comm.size > 1 and (codec is None or codec.gamma == 1):
+                _check_kept(topology, comm.size)
             told = None if codec is None else f"codec {codec.describe()}"
             words = (f"max_staleness {max_staleness}", told, f"floor {floor}")
             shape, title = str(self._flat.shape), name and f"name {name!r}"
@@ -233,6 +235,14 @@ class AsyncPushSum(PushSumEdges):
             f"{self._in[peer].heard}"
             for peer in self._late()
         }
+
+
+def _check_kept(topology: Topology, n: int) -> None:
+    if not topology.keeps(n):
+        raise ValueError(
+            f"over {topology!r} some rank gives all it has away, so that x / w is 0 / 0 until "
+            "something comes: let each rank keep a part"
+        )
 
 
 def _check(topology: object, tau: object, codec: object, floor: float) -> None:

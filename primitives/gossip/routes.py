@@ -10,6 +10,7 @@ __all__ = ["Known", "Route", "checked_step", "look_at", "pair_with", "route_at"]
 
 # A schedule is looked at for so many pairs of a step and a rank when it is first used.
 _LOOKS = 4096
+_STEPS = 2**63  # headers have a signed number of 64 bits
 
 
 class Route(NamedTuple):
@@ -47,6 +48,8 @@ def checked_step(topology: Topology, step: int | None) -> None:
     """Refuse a step that is none, or missing."""
     if step is not None and (not isinstance(step, int) or step < 0):
         raise TypeError(f"step must be an int, zero or more, not {step!r}")
+    if step is not None and step >= _STEPS:
+        raise ValueError(f"step must be less than 2**63, not {step}")
     if step is None and topology.varies:
         raise ValueError(
             f"{topology!r} has other peers at each step, so it needs step=, the same on all ranks"

@@ -126,6 +126,17 @@ class Topology(ABC):
         """
         return all(all(_stochastic(self, n, k)) for k in self._steps(n, step))
 
+    def keeps(self, n: int) -> bool:
+        """Whether every rank keeps some weight in all steps of a period, the first if unknown.
+
+        Example:
+            >>> import relaxmpi as rx
+            >>> rx.Ring().keeps(n=4), rx.from_matrix([[0, 1], [1, 0]]).keeps(n=2)
+            (True, False)
+        """
+        steps, ranks = range(self.period(n) or 1), range(n)
+        return all(self.self_weight(rank, n, step) > _TOLERANCE for step in steps for rank in ranks)
+
     def _steps(self, n: int, step: int | None) -> range:
         period = self.period(n)
         if step is not None:
