@@ -13,7 +13,7 @@ from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.door import Door
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
-from relaxmpi.primitives.gossip.edges import Edges
+from relaxmpi.primitives.gossip.edges import Edges, Exchange
 from relaxmpi.primitives.notices import NoticeBoard
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
@@ -22,7 +22,7 @@ from relaxmpi.primitives.work import Flow, Patience, Queue, Work, running_queue
 from relaxmpi.primitives.world import Link, Mailbox, World, entered
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Hashable
     from contextlib import AbstractContextManager
 
     from mpi4py import MPI
@@ -334,23 +334,37 @@ class Comm:
         self, move: Move, route: Route, step: int | None, *, held: bool = False
     ) -> Work[Any]:
         """Post the messages of a neighbour verb; the work is done when its own have come."""
-        call, recorder, edges = Call(move.what), self._world.recorder, self.edges
-        if self.mark:
-            call.what = (*call.what, self.mark)
-        span = None
+        recorder, edges, span = self._world.recorder, self.edges, None
         if recorder is not None:
             recorder.enter()
-            span = recorder.call(self, call.what)
-        self._world.called()
-        exchange = edges.exchange(call, self.transport(move.flat.device), step)
-        exchange.held = held
-        flow = move.alone() if self.size == 1 else move.start(exchange, route)
+            span = recorder.call(self, self._marked(move.what))
+        exchange, flow = self._posted(move, route, step, held)
         if recorder is not None and span is not None:
             flow = recorder.until_done(span, self, flow)
         work = edges.pool.submit(flow, exchange.__str__, edges.patience(exchange))
         if recorder is not None:
             recorder.leave()
         return work
+
+    def exchanged(self, move: Move, route: Route, step: int | None) -> Any:
+        """Do the same in a blocking call, and return the result."""
+        if self._world.recorder is not None:
+            return self.exchange(move, route, step, held=True).wait()
+        exchange, flow = self._posted(move, route, step, held=True)
+        pool, edges = self.edges.pool, self.edges
+        return pool.run(flow, exchange.__str__, lambda: edges.patience(exchange))
+
+    def _posted(
+        self, move: Move, route: Route, step: int | None, held: bool
+    ) -> tuple[Exchange, Flow[Any]]:
+        self._world.called()
+        call, transport = Call(self._marked(move.what)), self.transport(move.flat.device)
+        exchange = self.edges.exchange(call, transport, step)
+        exchange.held = held
+        return exchange, move.alone() if self.size == 1 else move.start(exchange, route)
+
+    def _marked(self, what: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+        return (*what, self.mark) if self.mark else what
 
     def meeting(self, move: Move, route: Route, step: int | None) -> Flow[Any]:
         """Return the flow of a neighbour verb inside a primitive."""

@@ -119,6 +119,7 @@ class World(Protocol):
         comms: Comms of this process or simulated rank that are open, for its exit.
         look: Seconds between two looks that count as waiting: a peer must not be blamed for a
             pause on this rank.
+        brisk: Seconds that a blocking call may look on before others must be seen to, too.
         recorder: Who listens to all Comms of this process or simulated rank, if anybody does.
     """
 
@@ -129,6 +130,10 @@ class World(Protocol):
 
     @property
     def look(self) -> float:
+        """See above."""
+
+    @property
+    def brisk(self) -> float:
         """See above."""
 
     @property

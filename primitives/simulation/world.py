@@ -254,6 +254,9 @@ class RankWorld:
         if recorder is not None:
             recorder.leave()
 
+    # All that waits is to be seen by the scheduler.
+    brisk = 0.0
+
     @property
     def look(self) -> float:
         """See `World`."""
