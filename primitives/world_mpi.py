@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, MutableSet, Sequence
 
     from relaxmpi.primitives.background import Background
-    from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.stats import Stats
+    from relaxmpi.primitives.stream import Stream
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["MpiWorld", "open_comms", "outliving"]
@@ -39,7 +39,7 @@ _LISTEN = 1e-3
 T = TypeVar("T")
 
 # Every Comm that was not closed: at exit its peers are told.
-open_comms: set[Comm] = set()
+open_comms: set[Stream] = set()
 
 # Whatever MPI may still write to when a Comm broke: kept until the process ends.
 _kept: list[object] = []
@@ -112,7 +112,7 @@ class MpiLink:
 class MpiWorld:
     """The ranks of an mpi4py communicator."""
 
-    comms: MutableSet[Comm] = open_comms
+    comms: MutableSet[Stream] = open_comms
     look = 0.1
     brisk = _SPIN
     recorder: Recorder | None = None
@@ -216,7 +216,7 @@ class MpiWorld:
         """See `World`: the process does not end before them."""
         outliving[:] = [send for send in (*outliving, *sends) if not send.test()]
 
-    def schedule(self, comm: Comm) -> FlatSchedule:
+    def schedule(self, comm: Stream) -> FlatSchedule:
         """See `World`."""
         return FlatSchedule(comm)
 
