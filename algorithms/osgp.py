@@ -56,7 +56,9 @@ class OSGP(MixingAlgorithm):
             folds messages whenever they come and waits for nobody (`AsyncPushSum`): ranks then
             may take different numbers of steps.
         topology: Who sends to whom; it may be directed.
-        send_every: Sends in steps 0, s, 2 s, ...; tau still counts steps.
+        send_every: s, sends in steps 0, s, 2 s, ...; tau still counts steps. None: s = tau as in
+            algorithm 2, at least 1. With s < tau a rank gives away shares before any comes back,
+            up to all but 2^-tau of its weight, and its own gradients move x by as much more.
         biased: Ignore w, x = y (an ablation: delayed mass is missing from x).
         codec: Compresses messages through `DifferenceCompression`, whose errors are sent later.
         gamma: How much of what is compressed is mixed in a step (with a codec).
@@ -79,7 +81,7 @@ class OSGP(MixingAlgorithm):
 
     tau: int | None = 1
     topology: Topology = field(default_factory=OnePeerExponential)
-    send_every: int = 1
+    send_every: int | None = None
     biased: bool = False
     codec: Codec | None = None
     gamma: float = 0.5
@@ -89,13 +91,18 @@ class OSGP(MixingAlgorithm):
     def __post_init__(self) -> None:
         if self.tau is not None and self.tau < 0:
             raise ValueError(f"tau must be a number of steps, or None, not {self.tau}")
-        if self.send_every < 1:
+        if self.send_every is not None and self.send_every < 1:
             raise ValueError(f"send_every must be at least 1, not {self.send_every}")
         if not (self.codec is None or isinstance(self.codec, Codec)):
             raise TypeError(
                 f"codec must be a Codec, not {self.codec!r}: each buffer makes its own "
                 "DifferenceCompression"
             )
+
+    @property
+    def period(self) -> int:
+        """Steps from one message to the next."""
+        return self.send_every or max(1, self.tau or 1)
 
     def bind(self, comm: Comm, x: Any, *, lr: float, name: str = "") -> BoundOSGP | BoundAsyncOSGP:
         """See `Algorithm.bind`; collective if tau is None, and with a codec.
@@ -111,7 +118,7 @@ class OSGP(MixingAlgorithm):
         if self.tau is not None:
             return BoundOSGP(self, comm, x, lr, name)
         codec = None if self.codec is None else DifferenceCompression(self.codec, self.gamma)
-        how = self.rule, self.topology, self.send_every, self.biased, codec
+        how = self.rule, self.topology, self.period, self.biased, codec
         return BoundAsyncOSGP(*how, comm, x, lr, name)
 
     def _check_kept(self, _rank: int, n: int) -> None:
@@ -206,7 +213,7 @@ class BoundOSGP(BoundMixing):
 
     def on_params(self) -> None:
         """Push, and fold in what is due."""
-        if self.t % self.spec.send_every == 0:
+        if self.t % self.spec.period == 0:
             self.flight.append((self.t, self._push()))
         while self.flight and self._due(*self.flight[0]):
             self._fold()
@@ -219,7 +226,7 @@ class BoundOSGP(BoundMixing):
             self.y,
             self.w,
             topology=spec.topology,
-            step=self.t // spec.send_every,
+            step=self.t // spec.period,
             codec=self.codec,
             name=self.name,
         )

@@ -39,7 +39,7 @@ def interval(values: np.ndarray) -> str:
 def work(given: argparse.Namespace) -> dict[str, list[Run]] | None:
     chosen = {name: ALGORITHMS[name] for name in ("sgd", *given.algorithms)}
     for tau in given.taus:
-        chosen[f"tau {tau}"] = rx.OSGP(tau=tau, send_every=max(1, tau))
+        chosen[f"tau {tau}"] = rx.OSGP(tau=tau)
     with rx.Comm.world() as comm:
         data = digits(comm)
         bar = tqdm(total=given.seeds * len(chosen), disable=comm.rank > 0)

@@ -31,8 +31,8 @@ TARGET = 0.04
 METHODS = {
     "AllReduce SGD": (rx.SGD(), 1.6),
     "OSGP, tau = 1": (rx.OSGP(tau=1), 1.6),
-    "OSGP, tau = 4": (rx.OSGP(tau=4, send_every=4), 1.2),
-    "OSGP, tau = 16": (rx.OSGP(tau=16, send_every=16), 0.8),
+    "OSGP, tau = 4": (rx.OSGP(tau=4), 1.2),
+    "OSGP, tau = 16": (rx.OSGP(tau=16), 0.8),
     "push-sum, no bound": (rx.OSGP(tau=None, topology=rx.Ring()), 1.6),
     "AD-PSGD": (rx.ADPSGD(), 1.6),
 }

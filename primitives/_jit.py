@@ -15,11 +15,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["inlined", "jit"]
+__all__ = ["as_float", "inlined", "jit"]
 
 # By name, because numba is typed in part, and which part depends on its version.
 numba: Any = import_module("numba")
 caching: Any = import_module("numba.core.caching")
+extending: Any = import_module("numba.core.extending")
 compiler_lock: Any = import_module("numba.core.compiler_lock").global_compiler_lock
 
 P = ParamSpec("P")
@@ -42,6 +43,18 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
     """
     compiled: Callable[P, R] = numba.njit(**_OPTIONS, forceinline=True)(function)
     return compiled
+
+
+@extending.intrinsic  # type: ignore[untyped-decorator]
+def as_float(_: Any, bits: Any) -> Any:
+    """The float whose bits are those of an int32 or int64: a view of one number, in a register."""
+    wide = bits.bitwidth == 64
+    result = numba.types.float64 if wide else numba.types.float32
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(signature.return_type))
+
+    return result(bits), generate
 
 
 def jit(function: Callable[P, R]) -> Callable[P, R]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from relaxmpi.primitives._adam import BLOCK, Rates, move
 from relaxmpi.primitives._bits import split_payload
-from relaxmpi.primitives._jit import inlined, jit
+from relaxmpi.primitives._jit import as_float, inlined, jit
 from relaxmpi.primitives._reduce import LANES, Lanes
 from relaxmpi.primitives._sign import pack_signs, scale_of, values_of, without
 
@@ -40,23 +40,43 @@ def _run_of(at: Places, k: int) -> int:
 
 
 @inlined
-def _powers(v: Floats, sign: int, low: int, high: int, out: Floats) -> None:
-    """Powers 2**(sign k) for the units 2**k: halving the bits of a float halves its exponent."""
+def _take(
+    g: Floats, m: Floats, v: Floats, mix: Any, low: int, high: int, e: Floats, u: Floats
+) -> None:
+    """Fill u with (m + mix (g - m)) / 2**k + e, in one loop: memory answers all streams at once.
+
+    Half the bits of a float have half its exponent, which gives k; see `units_of`.
+    """
     if v.itemsize == 4:
-        narrow, powers = v.view(np.int32), out.view(np.int32)
+        narrow = v.view(np.int32)
         least, most = np.int32((127 + low) << 23), np.int32((127 + high) << 23)
-        half, mask, one = np.int32(127 << 22), np.int32(255 << 23), np.int32(254 << 23)
-        for j in range(narrow.size):
+        half, mask, two = np.int32(127 << 22), np.int32(255 << 23), np.int32(254 << 23)
+        for j in range(u.size):
             p = np.int32(np.int32(np.int32(narrow[j] >> np.int32(1)) + half) & mask)
-            powers[j] = min(max(p, least), most)
-        if sign < 0:
-            for j in range(narrow.size):
-                powers[j] = np.int32(one - powers[j])
+            p = np.int32(two - min(max(p, least), most))
+            u[j] = (m[j] + mix * (g[j] - m[j])) * as_float(p) + e[j]
     else:
-        wide, wider = v.view(np.int64), out.view(np.int64)
-        for j in range(wide.size):
+        wide = v.view(np.int64)
+        for j in range(u.size):
             k = min(max(((wide[j] >> 52) - 1023) >> 1, low), high)
-            wider[j] = (1023 + sign * k) << 52
+            u[j] = (m[j] + mix * (g[j] - m[j])) * as_float(np.int64((1023 - k) << 52)) + e[j]
+
+
+@inlined
+def _give(q: Floats, v: Floats, low: int, high: int, m: Floats) -> None:
+    """Fill m with 2**k q."""
+    if v.itemsize == 4:
+        narrow = v.view(np.int32)
+        least, most = np.int32((127 + low) << 23), np.int32((127 + high) << 23)
+        half, mask = np.int32(127 << 22), np.int32(255 << 23)
+        for j in range(m.size):
+            p = np.int32(np.int32(np.int32(narrow[j] >> np.int32(1)) + half) & mask)
+            m[j] = q[j] * as_float(np.int32(min(max(p, least), most)))
+    else:
+        wide = v.view(np.int64)
+        for j in range(m.size):
+            k = min(max(((wide[j] >> 52) - 1023) >> 1, low), high)
+            m[j] = q[j] * as_float(np.int64((1023 + k) << 52))
 
 
 @jit
@@ -69,18 +89,16 @@ def _gather_momentum(
     mix: Any,
     low: int,
     high: int,
+    nothing: Floats,
     u: Floats,
-    powers: Floats,
 ) -> None:
     """Momenta of live coordinates to the front of g; nothing is read after it was overwritten."""
     for r in range(source.size):
         k, i, end = at[r], source[r], at[r + 1]
         while k < end:
             take = min(end - k, u.size)
-            mb, gb = m[i : i + take], g[i : i + take]
-            _powers(v[i : i + take], -1, low, high, powers[:take])
-            for j in range(take):
-                u[j] = (mb[j] + mix * (gb[j] - mb[j])) * powers[j]
+            mb, gb, vb, ub = m[i : i + take], g[i : i + take], v[i : i + take], u[:take]
+            _take(gb, mb, vb, mix, low, high, nothing[:take], ub)
             front = g[k : k + take]
             for j in range(take):
                 front[j] = u[j]
@@ -105,16 +123,13 @@ def _move_frozen(
     root: Any,
     eps: Any,
     decay: Any,
-    powers: Floats,
 ) -> None:
     k, r = begin, _run_of(at, begin)
     while k < end:
         i = source[r] + k - at[r]
         take = min(min(end, at[r + 1]) - k, BLOCK)
-        qb, mb = q[k : k + take], m[i : i + take]
-        _powers(v[i : i + take], 1, low, high, powers[:take])
-        for j in range(take):
-            mb[j] = qb[j] * powers[j]
+        mb = m[i : i + take]
+        _give(q[k : k + take], v[i : i + take], low, high, mb)
         move(x[i - origin : i - origin + take], mb, v[i : i + take], length, root, eps, decay)
         k += take
         if k == at[r + 1]:
@@ -134,7 +149,6 @@ def _sum_up(
     low: int,
     high: int,
     u: Floats,
-    powers: Floats,
 ) -> None:
     """Momentum and residual of the live coordinates from k on, as many as u holds; e is theirs."""
     r, done = _run_of(at, k), 0
@@ -143,9 +157,7 @@ def _sum_up(
         take = min(u.size - done, at[r + 1] - k - done)
         mb, gb = m[i : i + take], g[i : i + take]
         eb, ub = e[done : done + take], u[done : done + take]
-        _powers(v[i : i + take], -1, low, high, powers[:take])
-        for j in range(take):
-            ub[j] = (mb[j] + mix * (gb[j] - mb[j])) * powers[j] + eb[j]
+        _take(gb, mb, v[i : i + take], mix, low, high, eb, ub)
         done += take
         r += 1
 
@@ -168,13 +180,12 @@ def _sign_momentum(
     l2: bool,
     lanes: Lanes,
     sums: Floats,
-    powers: Floats,
 ) -> None:
     for b in range(scales.size):
         lo = b * bucket
         hi = min(lo + bucket, e.size)
         u = sums[: hi - lo]
-        _sum_up(g, m, v, e[lo:hi], at, source, begin + lo, mix, low, high, u, powers)
+        _sum_up(g, m, v, e[lo:hi], at, source, begin + lo, mix, low, high, u)
         scale_of(u, l2, scales[b : b + 1], lanes)
         pack_signs(u, packed[lo // 8 : (hi + 7) // 8])
 
@@ -205,7 +216,6 @@ def _move_signed(
     decay: Any,
     sums: Floats,
     values: Floats,
-    powers: Floats,
 ) -> None:
     """Live coordinates begin to end of the chunk that starts at `chunk` and that e belongs to."""
     for b in range((begin - chunk) // bucket, (end - chunk + bucket - 1) // bucket):
@@ -216,24 +226,17 @@ def _move_signed(
         k = max(begin, chunk + lo)
         stop = min(end, chunk + hi)
         u, eb = sums[: stop - k], e[k - chunk : stop - chunk]
-        _sum_up(g, m, v, eb, at, source, k, mix, low, high, u, powers)
+        _sum_up(g, m, v, eb, at, source, k, mix, low, high, u)
         without(u, own[b], eb)
         r = _run_of(at, k)
         while k < stop:
             i = source[r] + k - at[r]
             take = min(stop, at[r + 1]) - k
             qb, mb = q[k - chunk - lo : k - chunk - lo + take], m[i : i + take]
-            _powers(v[i : i + take], 1, low, high, powers[:take])
-            for j in range(take):
-                mb[j] = qb[j] * powers[j]
+            _give(qb, v[i : i + take], low, high, mb)
             move(x[i - origin : i - origin + take], mb, v[i : i + take], length, root, eps, decay)
             k += take
             r += 1
-
-
-def _scratch(rows: int, size: int, dtype: Any) -> Floats:
-    """Rows that are no multiple of a page apart: processors confuse such stores and loads."""
-    return np.empty((rows, size + 96), dtype)[:, :size]
 
 
 def gather_momentum(
@@ -247,8 +250,8 @@ def gather_momentum(
     units: tuple[int, int],
 ) -> None:
     """Leave m + mix (g - m) of the live coordinates, in their units, in the front of g."""
-    u, powers = _scratch(2, min(BLOCK, g.size), g.dtype)
-    _gather_momentum(g, m, v, at, source, mix, *units, u, powers)
+    nothing, u = np.zeros((2, min(BLOCK, g.size)), g.dtype)
+    _gather_momentum(g, m, v, at, source, mix, *units, nothing, u)
 
 
 def move_frozen(
@@ -265,7 +268,7 @@ def move_frozen(
     step: Rates,
 ) -> None:
     """Let the momentum of some live coordinates be q, and step; x begins at `origin` of m and v."""
-    rest = (step.length, step.root, step.eps, step.decay, np.empty(min(BLOCK, q.size), q.dtype))
+    rest = (step.length, step.root, step.eps, step.decay)
     _move_frozen(x, origin, q, m, v, at, source, *units, *live, *rest)
 
 
@@ -291,8 +294,8 @@ def sign_momentum(
     """
     head, packed = split_payload(payload, e.size, e.dtype, 1, bucket)
     scales = np.empty(-(-e.size // bucket), e.dtype)
-    sums, powers = _scratch(2, min(bucket, e.size), e.dtype)
-    rest = (scales, packed, bucket, l2, np.empty(LANES), sums, powers)
+    sums = np.empty(min(bucket, e.size), e.dtype)
+    rest: Any = (scales, packed, bucket, l2, np.empty(LANES), sums)
     _sign_momentum(g, m, v, e, at, source, begin, mix, *units, *rest)
     head[:] = scales.view(np.uint8)
     return scales
@@ -323,7 +326,7 @@ def move_signed(
     head, packed = split_payload(payload, e.size, e.dtype, 1, bucket)
     scales = np.empty(-(-e.size // bucket), e.dtype)
     scales.view(np.uint8)[:] = head
-    scratch = _scratch(3, min(bucket, e.size), e.dtype)
-    rest = (step.mix, step.length, step.root, step.eps, step.decay, *scratch)
+    sums, values = np.empty((2, min(bucket, e.size)), e.dtype)
+    rest = (step.mix, step.length, step.root, step.eps, step.decay, sums, values)
     places = (at, source, chunk, *live, own, scales, packed, bucket, *units)
     _move_signed(x, origin, g, m, v, e, *places, *rest)

@@ -35,6 +35,7 @@ class Buffers:
 
     def __init__(self) -> None:
         self._held: dict[int, list[Any]] = {}
+        self._formats: dict[str, Any] = {}
         probe = [np.empty(0, np.uint8)]
         self._free = sys.getrefcount(probe[0])
 
@@ -42,7 +43,9 @@ class Buffers:
         """Return memory for so many numbers; its content is arbitrary."""
         if device.name != "cpu":
             return device.empty(count, dtype)
-        like = device.empty(0, dtype).dtype
+        like = self._formats.get(dtype)
+        if like is None:
+            like = self._formats[dtype] = device.empty(0, dtype).dtype
         size = count * like.itemsize
         held = self._held.setdefault(size, [])
         for k in range(len(held)):

@@ -89,6 +89,10 @@ class Hierarchy(Comm):
         when = None if step is None else f"step {step}"
         return self.local.submit(Call((*move.what, when)), flow, patience)
 
+    def exchanged(self, move: Move, route: Route, step: int | None) -> Any:
+        """Do the same in a blocking call, and return the result."""
+        return self.exchange(move, route, step, held=True).wait()
+
     def meeting(self, move: Move, route: Route, step: int | None) -> Flow[Any]:
         """Return the flow of a neighbour verb inside a primitive."""
         return self._meeting(move, route, step, NodePatience(self.local._notices))

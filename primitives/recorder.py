@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.stats import Stats
+    from relaxmpi.primitives.stream import Stream
     from relaxmpi.primitives.work import Flow
 
 __all__ = ["CallSpan", "Cause", "Compute", "Message", "Recorder", "Recording", "Wait"]
@@ -145,7 +145,7 @@ class Recorder:
         self.stats.append(stats)
         self.leave()
 
-    def call(self, comm: Comm, what: tuple[Hashable, ...], *, inner: bool = False) -> CallSpan:
+    def call(self, comm: Stream, what: tuple[Hashable, ...], *, inner: bool = False) -> CallSpan:
         """Note a call that starts; nothing of it has been sent yet."""
         words = tuple(str(part) for part in what if part not in (None, ""))
         lasting = tuple(word for word in words if not word.startswith("step "))
@@ -153,7 +153,7 @@ class Recorder:
         self.calls.append(span)
         return span
 
-    def until_done(self, span: CallSpan, comm: Comm, flow: Flow[T]) -> Flow[T]:
+    def until_done(self, span: CallSpan, comm: Stream, flow: Flow[T]) -> Flow[T]:
         """Return the flow of a call that notes its turn and its end."""
         before, span.turn = comm.sent(), self.now()
         try:

@@ -17,7 +17,7 @@ from relaxmpi.primitives.wire import Plain, Wire, chunks
 from relaxmpi.primitives.work import Flow
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.stream import Stream
 
 __all__ = ["FlatSchedule"]
 
@@ -38,7 +38,7 @@ class _Piece(NamedTuple):
 class FlatSchedule:
     """All ranks of one Comm alike. Arrays are 1-D; with one rank, verbs never come here."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Stream) -> None:
         self._comm = comm
 
     def allreduce(self, device: Device, x: Any, out: Any, op: Op, wire: Wire) -> Flow[None]:

@@ -192,11 +192,17 @@ class Patience(Protocol):
 class Queue:
     """Flows in start order, one advancing at a time, under one lock.
 
+    Attributes:
+        drowsy: How long to sleep between two looks, as a part of the time waited so far. A
+            collective has many steps, and each may come that much late.
+
     Args:
         stats: Where the time spent waiting is counted.
         world: Whose clock runs.
         beside: A queue to share the lock with: whoever moves or waits for one moves both.
     """
+
+    drowsy = 2e-3
 
     def __init__(self, stats: Stats, world: World, beside: Queue | None = None) -> None:
         self._works: deque[Work[Any]] = deque()
@@ -234,7 +240,11 @@ class Queue:
 
     def submit(self, flow: Flow[T], call: Callable[[], str], patience: Patience) -> Work[T]:
         """Append a flow and let it run as far as it can."""
-        work = Work(self, flow, call, patience)
+        return self._take(Work(self, flow, call, patience), None)
+
+    def _take(self, work: Work[T], request: Request | None) -> Work[T]:
+        """Append a work that waits for a request, or has not begun."""
+        work._request = request
         with self._lock:
             self._works.append(work)
             self._advance()

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import MutableSet, Sequence
 
-    from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.schedules import FlatSchedule
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.stats import Stats
+    from relaxmpi.primitives.stream import Stream
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["Link", "Mailbox", "World", "enter", "entered"]
@@ -119,16 +119,21 @@ class World(Protocol):
         comms: Comms of this process or simulated rank that are open, for its exit.
         look: Seconds between two looks that count as waiting: a peer must not be blamed for a
             pause on this rank.
+        brisk: Seconds that a blocking call may look on before others must be seen to, too.
         recorder: Who listens to all Comms of this process or simulated rank, if anybody does.
     """
 
     rank: int
     size: int
     nodes: tuple[int, ...]
-    comms: MutableSet[Comm]
+    comms: MutableSet[Stream]
 
     @property
     def look(self) -> float:
+        """See above."""
+
+    @property
+    def brisk(self) -> float:
         """See above."""
 
     @property
@@ -184,7 +189,7 @@ class World(Protocol):
     def outlive(self, sends: Sequence[Request]) -> None:
         """Look after sends that nobody waits for, when their Comm is closed."""
 
-    def schedule(self, comm: Comm) -> FlatSchedule:
+    def schedule(self, comm: Stream) -> FlatSchedule:
         """Return the moves that make up a verb among the ranks of a Comm."""
 
     def background(self, queue: Queue) -> contextlib.AbstractContextManager[Any]:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, MutableSet, Sequence
 
     from relaxmpi.primitives.background import Background
-    from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.stats import Stats
+    from relaxmpi.primitives.stream import Stream
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["MpiWorld", "open_comms", "outliving"]
@@ -33,14 +33,13 @@ _COMPARISONS = 20
 _SPIN = 2e-3
 # Where every rank has a core, giving it away while the peer answers only costs.
 _ALONE = 1e-4
-_SLEEP = 2e-3  # of the time waited so far
 _LONGEST_SLEEP = 5e-4
 _LISTEN = 1e-3
 
 T = TypeVar("T")
 
 # Every Comm that was not closed: at exit its peers are told.
-open_comms: set[Comm] = set()
+open_comms: set[Stream] = set()
 
 # Whatever MPI may still write to when a Comm broke: kept until the process ends.
 _kept: list[object] = []
@@ -113,8 +112,9 @@ class MpiLink:
 class MpiWorld:
     """The ranks of an mpi4py communicator."""
 
-    comms: MutableSet[Comm] = open_comms
+    comms: MutableSet[Stream] = open_comms
     look = 0.1
+    brisk = _SPIN
     recorder: Recorder | None = None
 
     def __init__(self, mpi: MPI.Intracomm, nodes: tuple[int, ...], *, owned: bool = False) -> None:
@@ -201,7 +201,7 @@ class MpiWorld:
     def rest(self, queue: Queue, waited: float, timeout: float | None) -> None:
         """Look on, then yield, then sleep."""
         if waited > _SPIN:
-            time.sleep(min(_SLEEP * waited, _LONGEST_SLEEP))
+            time.sleep(min(queue.drowsy * waited, _LONGEST_SLEEP))
         elif waited >= self._patient:
             os.sched_yield()
 
@@ -216,7 +216,7 @@ class MpiWorld:
         """See `World`: the process does not end before them."""
         outliving[:] = [send for send in (*outliving, *sends) if not send.test()]
 
-    def schedule(self, comm: Comm) -> FlatSchedule:
+    def schedule(self, comm: Stream) -> FlatSchedule:
         """See `World`."""
         return FlatSchedule(comm)
 

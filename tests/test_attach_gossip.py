@@ -115,7 +115,7 @@ def test_a_change_that_the_numerator_would_not_see_is_refused(comm):
 def test_law_osgp_keeps_its_mass_through_attach(comm):
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    with rx.attach(model, optimizer, rx.OSGP(tau=2), comm=comm) as sync:
+    with rx.attach(model, optimizer, rx.OSGP(tau=2, send_every=1), comm=comm) as sync:
         before = None
         for _ in range(5):
             train(comm, model, optimizer, 1)
@@ -156,7 +156,9 @@ def three_steps(comm, spec):
     return steps, sync
 
 
-early = pytest.mark.parametrize("spec", [rx.SGP(rx.Ring()), rx.OSGP(tau=2)], ids=["sgp", "osgp"])
+early = pytest.mark.parametrize(
+    "spec", [rx.SGP(rx.Ring()), rx.OSGP(tau=2, send_every=1)], ids=["sgp", "osgp"]
+)
 
 
 @early

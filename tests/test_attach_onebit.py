@@ -130,7 +130,7 @@ def test_one_exchange_a_bucket_of_one_group(comm, attached):
     """Six tensors of two groups are two messages there and two back, and few bytes."""
     large = {"bucket_bytes": 1 << 20, "first_bucket_bytes": 1 << 20}
     loop = Loop(comm, rx.OneBitAdam(2), attached=attached, groups=groups_of, **large).run(3)
-    exchange = loop.sync._exchange if attached else loop.optimizer._alone
+    exchange = loop.sync._engine if attached else loop.optimizer._alone
     assert [len(bound.segments) for bound in loop.bounds] in ([4, 2], [2, 4])
     groups = [{id(p) for p in g["params"]} for g in loop.optimizer.param_groups]
     for bound in loop.bounds:

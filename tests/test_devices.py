@@ -65,9 +65,17 @@ class FakeTransport:
         def move(*args):
             assert self.device.open, "a move outside enter() and leave()"
             self.device.moves.append(name)
-            return getattr(self.host, name)(*map(bare, args))
+            found = getattr(self.host, name)(*map(bare, args))
+            return self.reducing(found) if name == "reduction" and found else found
 
         return move
+
+    def reducing(self, reduction):
+        def reduce(*arrays):
+            self.device.moves.append("reduce")
+            return reduction(*map(bare, arrays))
+
+        return reduce
 
 
 class Fake:

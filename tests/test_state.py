@@ -125,7 +125,7 @@ ATTACHED = {
     "qsgd4": rx.QSGD(bits=4),
     "sign": rx.QSGD(codec=rx.OneBit(), feedback=True),
     "1-bit adam": rx.OneBitAdam(freeze=3),
-    "osgp": rx.OSGP(tau=2),
+    "osgp": rx.OSGP(tau=2, send_every=1),
     "choco": rx.Choco(),
     "local sgd": rx.LocalSGD(every=3, start=1),
     "diloco": rx.DiLoCo(every=3, delay=1, alpha=0.5, codec=rx.Quantizer(bits=8), feedback=True),

@@ -113,7 +113,7 @@ def test_modules_that_differ_become_their_mean(tmp_path):
         rx.QSGD(codec=rx.OneBit(), feedback=True),
         rx.DiLoCo(every=2),
         rx.LocalSGD(every=2),
-        rx.OSGP(tau=2),
+        rx.OSGP(tau=2, send_every=1),
         rx.OSGP(tau=None),
         rx.ADPSGD(),
         rx.Decentralized(order=rx.Order.COMBINE_WHILE_ADAPT),

@@ -26,9 +26,9 @@ from relaxmpi.primitives.gossip.pool import Pool
 from relaxmpi.primitives.transport import TAG, Every, Request
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.gossip.routes import Known, Route
     from relaxmpi.primitives.notices import NoticeBoard
+    from relaxmpi.primitives.stream import Stream
     from relaxmpi.primitives.topology import Topology
     from relaxmpi.primitives.transport import Transport
     from relaxmpi.primitives.work import Flow
@@ -198,7 +198,7 @@ class Edges:
         littered: Whether a call that failed has left messages that nobody takes.
     """
 
-    def __init__(self, comm: Comm, board: NoticeBoard, host: Transport) -> None:
+    def __init__(self, comm: Stream, board: NoticeBoard, host: Transport) -> None:
         self._comm, self.board, self.host = comm, board, host
         self.rank = comm.rank
         self.sent: Counter[int] = board.sent

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from inspect import GEN_CLOSED, getgeneratorstate
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.work import WORTH_WATCHING, Queue, Work, agreed
@@ -12,9 +13,12 @@ from relaxmpi.primitives.work import WORTH_WATCHING, Queue, Work, agreed
 if TYPE_CHECKING:
     from relaxmpi.primitives.stats import Stats
     from relaxmpi.primitives.transport import Request
+    from relaxmpi.primitives.work import Flow, Patience
     from relaxmpi.primitives.world import World
 
 __all__ = ["Pool"]
+
+T = TypeVar("T")
 
 
 class Pool(Queue):
@@ -28,6 +32,9 @@ class Pool(Queue):
         world: Whose clock runs.
         beside: The queue of the same Comm; whoever moves or waits for one moves both.
     """
+
+    # Its messages make one step, and looking takes the core from neighbours and from the network.
+    drowsy = 2e-2
 
     def __init__(self, stats: Stats, world: World, beside: Queue) -> None:
         super().__init__(stats, world, beside)
@@ -45,7 +52,41 @@ class Pool(Queue):
 
     def leave(self, sends: Sequence[Request]) -> None:
         """Look after sends that nobody waits for."""
-        self._leaving += [send for send in sends if not send.test()]
+        self._leaving = [send for send in (*self._leaving, *sends) if not send.test()]
+
+    def run(self, flow: Flow[T], call: Callable[[], str], patience: Callable[[], Patience]) -> T:
+        """Run a flow to its end and return its result.
+
+        One that has this Comm to itself and ends soon never becomes a work: the upkeep of a work
+        costs as much as the messages of a call.
+        """
+        request: Request | None = None
+        if not (self.pollers or self._beside.filled or any(q._works for q in self.together)):
+            begin, brisk = self.now(), self._world.brisk
+            try:
+                while (waited := self.now() - begin) < brisk:
+                    try:
+                        done = request is None or request.test()
+                    except Exception as error:
+                        if not hasattr(error, "Get_error_class"):
+                            raise
+                        request = flow.throw(error)
+                        continue
+                    if done:
+                        request = next(flow)
+                    else:
+                        self._world.rest(self, waited, None)
+            except StopIteration as stop:
+                self._stats.waited += self.now() - begin
+                return cast("T", stop.value)
+            except BaseException as error:
+                if getgeneratorstate(flow) == GEN_CLOSED:
+                    self._world.keep(error)  # and with it memory that messages may write to
+                else:  # a signal handler's: the messages are under way all the same
+                    self._take(Work(self, flow, call, patience()), request)
+                raise
+            self._stats.waited += self.now() - begin
+        return self._take(Work(self, flow, call, patience()), request).wait()
 
     def left(self) -> list[Request]:
         """Hand over the sends that nobody waits for."""

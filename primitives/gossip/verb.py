@@ -129,19 +129,22 @@ class EdgeVerb(Primitive[P, T]):
     def __call__(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Block until done and return the result."""
         with door_of(comm, self.__name__):
-            return self._begin(self._plan(comm, *args, **kwargs), comm, held=True).wait()
+            plan = self._plan(comm, *args, **kwargs)
+            return cast("T", comm.exchanged(*_ready(plan, comm), plan.step))
 
     def _submit(self, comm: Comm, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        return self._begin(self._plan(comm, *args, **kwargs), comm, held=False)
+        plan = self._plan(comm, *args, **kwargs)
+        return comm.exchange(*_ready(plan, comm), plan.step)
 
-    def _begin(self, plan: EdgePlan, comm: Comm, *, held: bool) -> Work[T]:
-        comm.usable(plan.verb)
-        checked = _checked(plan)
-        if _is_new(comm, plan.topology):
-            comm.submit(_first_use(comm, plan, checked), nothing()).wait()
-            _learn(comm, plan)
-        move, route = _routed(comm, plan, checked)
-        return comm.exchange(move, route, plan.step, held=held)
+
+def _ready(plan: EdgePlan, comm: Comm) -> tuple[Move, Route]:
+    """Return a checked call and where it goes, after an agreement where a topology is new."""
+    comm.usable(plan.verb)
+    checked = _checked(plan)
+    if _is_new(comm, plan.topology):
+        comm.submit(_first_use(comm, plan, checked), nothing()).wait()
+        _learn(comm, plan)
+    return _routed(comm, plan, checked)
 
 
 def agree_on(comm: Comm, topology: Topology, step: int | None = None) -> None:

@@ -16,6 +16,8 @@ from functools import lru_cache
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from relaxmpi.primitives.arguments import apart, like
 from relaxmpi.primitives.codecs import Codec, Identity, Key
 from relaxmpi.primitives.devices import Flat, device_of
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.work import Flow
 
 __all__ = ["neighbor_allreduce", "pairwise_average", "push_sum"]
+
+_FLOAT64 = np.dtype(np.float64)
 
 
 @EdgeVerb
@@ -284,6 +288,8 @@ def _priced(comm: Comm, flat: Flat) -> Flat:
 
 
 def _weight(w: Any) -> Any:
+    if type(w) is np.ndarray and w.dtype is _FLOAT64 and w.shape == (1,) and w.flags.writeable:
+        return w
     try:
         flat = device_of(w).flat(w)
     except TypeError:

@@ -16,7 +16,7 @@ from relaxmpi.primitives.wire import Wire
 from relaxmpi.primitives.work import Flow
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.stream import Stream
 
 __all__ = ["GroupedSchedule"]
 
@@ -35,7 +35,7 @@ class GroupedSchedule(FlatSchedule):
         transport = self._group(device)
         if transport is None:
             return (yield from super().reduce_scatter(device, x, place, op, wire, bounds))
-        comm: Comm = self._comm
+        comm: Stream = self._comm
         n, me = comm.size, comm.rank
         lo, hi = bounds[me]
         payloads = {

@@ -19,9 +19,9 @@ from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.transport import Every, Request, Turn
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.simulation.fabric import Fabric
+    from relaxmpi.primitives.stream import Stream
     from relaxmpi.primitives.work import Queue
 
 __all__ = ["RankWorld"]
@@ -39,26 +39,26 @@ _WORTH = 0.0101
 _EVERY = 1.1e-3
 
 
-class OpenComms(MutableSet["Comm"]):
+class OpenComms(MutableSet["Stream"]):
     """A set in the order of insertion, so that a rank's end does not depend on addresses."""
 
     def __init__(self) -> None:
-        self._held: dict[Comm, None] = {}
+        self._held: dict[Stream, None] = {}
 
     def __contains__(self, comm: object) -> bool:
         return comm in self._held
 
-    def __iter__(self) -> Iterator[Comm]:
+    def __iter__(self) -> Iterator[Stream]:
         return iter(self._held)
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, value: Comm) -> None:
+    def add(self, value: Stream) -> None:
         """Add."""
         self._held[value] = None
 
-    def discard(self, value: Comm) -> None:
+    def discard(self, value: Stream) -> None:
         """Remove, if it is there."""
         self._held.pop(value, None)
 
@@ -119,7 +119,7 @@ class RankWorld:
         self._fabric, self._scheduler = group.fabric, group.fabric.scheduler
         self.rank, self.size = group.members.index(me), len(group.members)
         self.nodes = tuple(group.fabric.nodes[rank.index] for rank in group.members)
-        self.comms: MutableSet[Comm] = life.comms
+        self.comms: MutableSet[Stream] = life.comms
         self._links = self._meetings = 0
 
     @property
@@ -254,6 +254,9 @@ class RankWorld:
         if recorder is not None:
             recorder.leave()
 
+    # All that waits is to be seen by the scheduler.
+    brisk = 0.0
+
     @property
     def look(self) -> float:
         """See `World`."""
@@ -309,7 +312,7 @@ class RankWorld:
         """See `World`."""
         return Progress(self._life.backgrounds, queue)
 
-    def schedule(self, comm: Comm) -> FlatSchedule:
+    def schedule(self, comm: Stream) -> FlatSchedule:
         """See `World`."""
         if self.size > self._group.grouped_above and not self._fabric.fates.of_messages:
             return GroupedSchedule(comm)
