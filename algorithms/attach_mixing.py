@@ -340,6 +340,7 @@ class Mixing(Engine):
 
     def end(self) -> None:
         """Fold in what is on its way."""
+        self._outside("sync.detach()")
         self._meet("detach()")
         for part in self.parts:
             part.bound.finish()

@@ -252,8 +252,8 @@ class Sync:
         """
         if not self._hooks:
             return
-        self._remove_hooks()
         self._engine.end()
+        self._remove_hooks()
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

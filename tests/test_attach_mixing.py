@@ -377,6 +377,11 @@ def test_the_mean_is_not_saved_with_the_state_of_one_rank(comm):
         train(comm, model, optimizer, 2)
         state = sync.state_dict()
         with sync.averaged():
-            for wrong in (sync.state_dict, sync.quiesce, lambda: sync.load_state_dict(state)):
+            for wrong in (
+                sync.state_dict,
+                sync.quiesce,
+                sync.detach,
+                lambda: sync.load_state_dict(state),
+            ):
                 with pytest.raises(rx.RelaxError, match=r"inside averaged\(\)"):
                     wrong()
