@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -127,22 +128,35 @@ def gloo(comm: rx.Comm) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def methods(comm: rx.Comm) -> dict[str, Step]:
-    alone = new_model()
-    found: dict[str, Step | None] = {"compute alone": stepper(*alone, comm.rank)}
+def methods(comm: rx.Comm) -> dict[str, Callable[[], Step | None]]:
+    """What makes the steps of each method."""
+    found: dict[str, Callable[[], Step | None]] = {}
+    found["compute alone"] = lambda: stepper(*new_model(), comm.rank)
     for cap in CAPS:
-        found[f"DDP, {cap} MiB"] = ddp(comm, cap)
+        found[f"DDP, {cap} MiB"] = partial(ddp, comm, cap)
     for cap in CAPS:
-        found[f"DDP fp16, {cap} MiB"] = ddp(comm, cap, "fp16")
+        found[f"DDP fp16, {cap} MiB"] = partial(ddp, comm, cap, "fp16")
     for cap in CAPS:
-        found[f"DDP 8 bit hook, {cap} MiB"] = ddp(comm, cap, "ours")
-    found["Horovod"] = horovod(comm)
+        found[f"DDP 8 bit hook, {cap} MiB"] = partial(ddp, comm, cap, "ours")
+    found["Horovod"] = partial(horovod, comm)
     for name in ALGORITHMS:
-        found[f"relaxmpi {name}"] = ours(comm, name)
+        found[f"relaxmpi {name}"] = partial(ours, comm, name)
     for cap in CAPS:
-        found[f"Adam: DDP, {cap} MiB"] = ddp(comm, cap, "adam")
-    found["Adam: relaxmpi 1 bit"] = stepper(*onebit(comm, WARM - 1), comm.rank)
-    return {name: step for name, step in found.items() if step is not None}
+        found[f"Adam: DDP, {cap} MiB"] = partial(ddp, comm, cap, "adam")
+    found["Adam: relaxmpi 1 bit"] = lambda: stepper(*onebit(comm, WARM - 1), comm.rank)
+    return found
+
+
+def steps_of(comm: rx.Comm, wanted: list[str]) -> dict[str, Step]:
+    """Make what is wanted; all ranks meet in between, so that no two libraries wait crosswise."""
+    made = {}
+    for name, make in methods(comm).items():
+        if is_wanted(name, wanted):
+            rx.barrier(comm)
+            step = make()
+            if step is not None:
+                made[name] = step
+    return made
 
 
 def is_wanted(name: str, wanted: list[str]) -> bool:
@@ -156,7 +170,7 @@ def is_wanted(name: str, wanted: list[str]) -> bool:
 def measure(comm: rx.Comm, rounds: int, steps: int, wanted: list[str]) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     with gloo(comm):
-        chosen = {name: step for name, step in methods(comm).items() if is_wanted(name, wanted)}
+        chosen = steps_of(comm, wanted)
         for step in chosen.values():
             for _ in range(WARM):
                 rx.barrier(comm)  # nothing of ours is under way while others use another library
