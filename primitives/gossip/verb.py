@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.comm import Comm
     from relaxmpi.primitives.devices import Flat
     from relaxmpi.primitives.gossip.edges import Exchange
+    from relaxmpi.primitives.gossip.routes import Known
     from relaxmpi.primitives.work import Flow, Work
 
 __all__ = ["EdgePlan", "EdgeVerb", "Move", "agree_on"]
@@ -140,8 +141,9 @@ class EdgeVerb(Primitive[P, T]):
 def _ready(plan: EdgePlan, comm: Comm) -> tuple[Move, Route]:
     """Return a checked call and where it goes, after an agreement where a topology is new."""
     comm.usable(plan.verb)
-    checked = _checked(plan)
-    if _is_new(comm, plan.topology):
+    known = _known(comm, plan)
+    checked = _checked(plan, known)
+    if known is None and _is_new(comm, plan.topology):
         comm.submit(_first_use(comm, plan, checked), nothing()).wait()
         _learn(comm, plan)
     return _routed(comm, plan, checked)
@@ -161,9 +163,17 @@ def agree_on(comm: Comm, topology: Topology, step: int | None = None) -> None:
         _learn(comm, plan)
 
 
-def _checked(plan: EdgePlan) -> Move | Exception:
+def _known(comm: Comm, plan: EdgePlan) -> Known | None:
+    """Return what the ranks know of a topology, if they have agreed on it."""
     try:
-        if plan.route is None:
+        return comm.edges.known.get(plan.topology)
+    except TypeError:  # it has no hash, so it is none
+        return None
+
+
+def _checked(plan: EdgePlan, known: Known | None = None) -> Move | Exception:
+    try:
+        if plan.route is None and (known is None or known.route is None or plan.step is not None):
             if not isinstance(plan.topology, Topology):
                 raise TypeError(
                     f"topology must be a Topology such as Ring(), not {plan.topology!r}"
