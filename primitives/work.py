@@ -192,17 +192,11 @@ class Patience(Protocol):
 class Queue:
     """Flows in start order, one advancing at a time, under one lock.
 
-    Attributes:
-        drowsy: How long to sleep between two looks, as a part of the time waited so far. A
-            collective has many steps, and each may come that much late.
-
     Args:
         stats: Where the time spent waiting is counted.
         world: Whose clock runs.
         beside: A queue to share the lock with: whoever moves or waits for one moves both.
     """
-
-    drowsy = 2e-3
 
     def __init__(self, stats: Stats, world: World, beside: Queue | None = None) -> None:
         self._works: deque[Work[Any]] = deque()

@@ -33,6 +33,7 @@ _COMPARISONS = 20
 _SPIN = 2e-3
 # Where every rank has a core, giving it away while the peer answers only costs.
 _ALONE = 1e-4
+_SLEEP = 2e-3  # of the time waited so far
 _LONGEST_SLEEP = 5e-4
 _LISTEN = 1e-3
 
@@ -201,7 +202,7 @@ class MpiWorld:
     def rest(self, queue: Queue, waited: float, timeout: float | None) -> None:
         """Look on, then yield, then sleep."""
         if waited > _SPIN:
-            time.sleep(min(queue.drowsy * waited, _LONGEST_SLEEP))
+            time.sleep(min(_SLEEP * waited, _LONGEST_SLEEP))
         elif waited >= self._patient:
             os.sched_yield()
 

@@ -33,9 +33,6 @@ class Pool(Queue):
         beside: The queue of the same Comm; whoever moves or waits for one moves both.
     """
 
-    # Its messages make one step, and looking takes the core from neighbours and from the network.
-    drowsy = 2e-2
-
     def __init__(self, stats: Stats, world: World, beside: Queue) -> None:
         super().__init__(stats, world, beside)
         self._beside = beside
