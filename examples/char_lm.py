@@ -152,7 +152,13 @@ def train(comm: rx.Comm, given: argparse.Namespace) -> bool:
     state["places"] = places
     done = 0
     if given.resume:
-        done = rx.load(given.resume, comm, missing_ok=True, **state).get("step", 0)
+        found = rx.load(given.resume, comm, missing_ok=True, **state)
+        done, planned = found.get("step", 0), found.get("steps", given.steps)
+        if planned != given.steps:
+            raise SystemExit(
+                f"{given.resume} was begun with --steps {planned}, on which its learning rates "
+                "depend: give the same, or another folder"
+            )
         if done and comm.rank == 0:
             print(f"resumed after step {done}")
 
@@ -167,7 +173,7 @@ def train(comm: rx.Comm, given: argparse.Namespace) -> bool:
         scheduler.step()
         bar.set_postfix_str(f"{loss.item() / math.log(2):.2f} bits", refresh=False)
         if given.resume and (step + 1) % given.save_every == 0:
-            rx.save(given.resume, comm, keep=2, step=step + 1, **state)
+            rx.save(given.resume, comm, keep=2, step=step + 1, steps=given.steps, **state)
     seconds = (time.perf_counter() - begin) / max(1, given.steps - done)
 
     with sync.averaged():

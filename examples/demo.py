@@ -155,7 +155,10 @@ def where_it_wins(runs) -> None:
         "(Modelled: measured CPU time, bytes over the bandwidth, latencies; OSGP overlaps, others"
     )
     print("do not. Where ranks are apart, the mean model is evaluated; the loss is their own.")
-    print("Measure it on emulated hosts: relaxmpi lab --help. Accuracies differ by chance by 1 %.)")
+    print(
+        "Measure it on emulated hosts: relaxmpi lab --help. After so few steps accuracies differ by"
+    )
+    print("chance by several points: benchmarks/accuracy.py compares them over seeds.)")
     print("Between the ranks of one machine, as here, it wins nothing: compare ms/step.")
 
 

@@ -165,7 +165,8 @@ class Comm(Stream):
             if self.queue.broken is None and len(queue):
                 raise RelaxError(
                     f"{len(queue)} works are pending, first {queue.first()}: wait for them "
-                    "before close()"
+                    "before close(), or call finish() of the algorithm that they are part of, "
+                    "on all ranks"
                 )
         if self.queue.broken is None and self._mail:
             user = next(iter(self._mail.values()))[0]

@@ -27,7 +27,7 @@ loader = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(3)]
 
 
 def test_there_is_one_for_each_use():
-    assert len(BLOCKS) == 9
+    assert len(BLOCKS) == 10
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -104,9 +104,18 @@ with rx.Comm.world() as comm:
     assert done.stdout.count("near True") == 3, done.stderr
 
 
+def test_one_bit_adam(launch):
+    pytest.importorskip("torch")
+    loop = BLOCKS[3].replace("sync = rx.attach(model, optimizer, rx.QSGD(bits=8), comm=comm)", "")
+    parts = loop.split("\n\n", 1)
+    body = LOOP + "steps = 10\n" + parts[0] + "\n" + BLOCKS[8] + parts[1]
+    done = launch(body + "print('steps', sync.stats().steps)", 2, timeout=60)
+    assert done.stdout.count("steps 3") == 2, done.stderr
+
+
 def test_save_and_resume(launch, tmp_path):
     pytest.importorskip("torch")
-    body = LOOP + BLOCKS[3] + BLOCKS[8].replace('"runs/a"', repr(str(tmp_path)))
+    body = LOOP + BLOCKS[3] + BLOCKS[9].replace('"runs/a"', repr(str(tmp_path)))
     for known in ({}, {"step": 1}):
         done = launch(body + "print('begun', begun)", 2, timeout=60)
         assert done.stdout.count(f"begun {known}") == 2, done.stderr
