@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -49,8 +50,9 @@ class Carrier(Protocol):
     def give(self, edge: OutEdge, x: Any, share: Share, payload: Any) -> None:
         """Put a share of `x` on an edge."""
 
-    def again(self, edge: OutEdge, payload: Any) -> None:
-        """Fill the payload of the edge's newest message once more."""
+    @property
+    def again(self) -> Callable[[OutEdge, Any], None] | None:
+        """What fills the payload of the newest message once more; None if it replaces no other."""
 
     def take(self, edge: InEdge, payload: Any, into: Any, w: float) -> None:
         """Add to `into` what a message brings, with the weight that its header says."""
@@ -68,7 +70,7 @@ class Carrier(Protocol):
 class Shares:
     """The shares p x themselves, for mailboxes on which every message arrives, once, in order."""
 
-    form, replaces = 1, False
+    form, replaces, again = 1, False, None
 
     def __init__(self, device: Device, x: Any) -> None:
         self._device, self._dtype, self.nbytes = device, x.dtype, x.nbytes
@@ -84,10 +86,6 @@ class Shares:
             kernels.scaled(x, share.p, numbers)
         else:
             kernels.share(x, share.keep, share.p, numbers)
-
-    def again(self, edge: OutEdge, payload: Any) -> None:
-        """Nothing is ever sent again."""
-        raise NotImplementedError
 
     def take(self, edge: InEdge, payload: Any, into: Any, w: float) -> None:
         """See `Carrier`."""
@@ -166,7 +164,7 @@ class Differences:
     of ranks that run freely go up and down, and x with them. Every message is needed, in order.
     """
 
-    form, replaces = 3, False
+    form, replaces, again = 3, False, None
 
     def __init__(self, device: Device, x: Any, codec: Codec, gamma: float, key: Key) -> None:
         self._kernels, self._codec, self._gamma, self._key = device.kernels, codec, gamma, key
@@ -191,10 +189,6 @@ class Differences:
     def _follow(self, replica: Any, payload: Any) -> None:
         self._codec.decode(payload, self._change)
         self._kernels.follow(replica, self._change)
-
-    def again(self, edge: OutEdge, payload: Any) -> None:
-        """The message itself is sent again."""
-        raise NotImplementedError
 
     def take(self, edge: InEdge, payload: Any, into: Any, w: float) -> None:
         """See `Carrier`."""

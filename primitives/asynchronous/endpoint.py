@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,7 +50,7 @@ def numbers_of(x: Any, name: str) -> Flat:
     return flat
 
 
-class Endpoint:
+class Endpoint(ABC):
     """One rank's end of an exchange whose ranks need not call at the same time.
 
     Its calls are short flows on a lane of their own, which moves whenever the Comm's stream does
@@ -81,14 +82,15 @@ class Endpoint:
         self._box.tell(dest, note)
         self.comm.stats.header_bytes += len(note)
 
+    @abstractmethod
     def _look(self) -> None:
         """Take what has arrived."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _missing(self) -> dict[int, str]:
         """Return the ranks that the call under way waits for, and a word on each edge."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _say_broken(self) -> None:
         """Tell the peers that this rank will not go on."""
 

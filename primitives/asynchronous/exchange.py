@@ -303,11 +303,12 @@ class PushSumEdges(Endpoint):
         for edge in self._out.values():
             if edge.acked < edge.sent and now - edge.last > edge.patience:
                 edge.patience = min(2 * edge.patience, _LATEST)
-                if self._carrier.replaces:
+                again = self._carrier.again
+                if again is not None:
                     self._spare += [flying.message for flying in edge.flying]
                     edge.flying.clear()
                     message = self._message()
-                    self._carrier.again(edge, message[HEADER:])
+                    again(edge, message[HEADER:])
                     self._post(edge, message, 0.0)
                 else:
                     self._launch(edge, edge.flying.pop().message)
