@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import relaxmpi as rx
+from relaxmpi.algorithms.freezing import lag_of
 
 LR = 0.01
 
@@ -174,6 +175,11 @@ def test_wrong_buffers_are_refused(comm):
 
 
 # ---------------------------------------------------------------- when to freeze
+
+
+@pytest.mark.parametrize(("b2", "steps"), [(0.9, 10), (0.99, 100), (0.999, 1000), (0.0, 1)])
+def test_norms_are_compared_over_the_memory_of_the_variance(b2, steps):
+    assert lag_of(b2) == steps
 
 
 @pytest.mark.ranks(2, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -50,10 +49,6 @@ class Carrier(Protocol):
     def give(self, edge: OutEdge, x: Any, share: Share, payload: Any) -> None:
         """Put a share of `x` on an edge."""
 
-    @property
-    def again(self) -> Callable[[OutEdge, Any], None] | None:
-        """What fills the payload of the newest message once more; None if it replaces no other."""
-
     def take(self, edge: InEdge, payload: Any, into: Any, w: float) -> None:
         """Add to `into` what a message brings, with the weight that its header says."""
 
@@ -70,7 +65,7 @@ class Carrier(Protocol):
 class Shares:
     """The shares p x themselves, for mailboxes on which every message arrives, once, in order."""
 
-    form, replaces, again = 1, False, None
+    form, replaces = 1, False
 
     def __init__(self, device: Device, x: Any) -> None:
         self._device, self._dtype, self.nbytes = device, x.dtype, x.nbytes
@@ -125,10 +120,6 @@ class Sums:
         edge.phi += x * self._dtype.type(share.p)
         if share.keep is not None:
             x *= self._dtype.type(share.keep)
-        self.again(edge, payload)
-
-    def again(self, edge: OutEdge, payload: Any) -> None:
-        """See `Carrier`."""
         payload.view(np.float64)[:] = edge.phi
 
     def take(self, edge: InEdge, payload: Any, into: Any, w: float) -> None:
@@ -164,7 +155,7 @@ class Differences:
     of ranks that run freely go up and down, and x with them. Every message is needed, in order.
     """
 
-    form, replaces, again = 3, False, None
+    form, replaces = 3, False
 
     def __init__(self, device: Device, x: Any, codec: Codec, gamma: float, key: Key) -> None:
         self._kernels, self._codec, self._gamma, self._key = device.kernels, codec, gamma, key

@@ -303,15 +303,11 @@ class PushSumEdges(Endpoint):
         for edge in self._out.values():
             if edge.acked < edge.sent and now - edge.last > edge.patience:
                 edge.patience = min(2 * edge.patience, _LATEST)
-                again = self._carrier.again
-                if again is not None:
+                newest = edge.flying.pop().message
+                if self._carrier.replaces:
                     self._spare += [flying.message for flying in edge.flying]
                     edge.flying.clear()
-                    message = self._message()
-                    again(edge, message[HEADER:])
-                    self._post(edge, message, 0.0)
-                else:
-                    self._launch(edge, edge.flying.pop().message)
+                self._launch(edge, newest)
 
     def _arrival(self) -> Request:
         if not self._box.reliable:
