@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from relaxmpi.algorithms.arrays import divide
 from relaxmpi.algorithms.attach_engine import Engine
 from relaxmpi.algorithms.attach_flags import NonFinite
 from relaxmpi.algorithms.attach_stats import Meter
@@ -42,7 +43,10 @@ class Poke:
 
 
 class Portion:
-    """One bucket of parameters, which stay where they are and are copied to it and back.
+    """One bucket of parameters, which are views of one buffer or another of the algorithm's.
+
+    Those that cannot be, such as channels-last ones, and all where a peer may change x at any
+    moment, stay where they are, and are copied to the buffers and back.
 
     Attributes:
         flat: The x of the algorithm's state.
@@ -57,7 +61,8 @@ class Portion:
         self.flat = _real(bucket.flat)
         self.bound = algorithm.bind(comm, self.flat, lr=0.0, name=name)
         self._cut = self.flat, bucket.views
-        self.seen = self.versions()
+        self._movable = [p.is_contiguous() and not self.bound.restless for _, p in named]
+        self.show(self.flat)
 
     def versions(self) -> list[int]:
         """How often torch has seen each parameter change."""
@@ -69,24 +74,34 @@ class Portion:
         return next((name for now, before, (name, _) in pairs if now != before), "")
 
     def fetch(self, flat: Any) -> None:
-        """Copy the parameters to a buffer."""
+        """Have the parameters in a buffer."""
         for (_, p), view in zip(self.named, self._views(flat), strict=True):
-            view.copy_(p.detach())
+            if p.data_ptr() != view.data_ptr():
+                view.copy_(p.detach())
         self.seen = self.versions()
 
-    @torch.no_grad()
     def show(self, flat: Any, by: float = 1.0) -> None:
-        """Copy a buffer to the parameters, divided."""
-        for (_, p), view in zip(self.named, self._views(flat), strict=True):
-            if by == 1.0:
-                p.copy_(view)
+        """Let the parameters be a buffer, or in `self.flat` the quotient of one."""
+        if by != 1.0:
+            divide(flat, by, self.flat)
+            flat = self.flat
+        views = self._views(flat)
+        for (_, p), view, movable in zip(self.named, views, self._movable, strict=True):
+            if movable:
+                p.data = view
             else:
-                torch.div(view, by, out=p)
+                p.detach().copy_(view)
         self.seen = self.versions()
 
     def show_model(self) -> None:
         """Let the parameters be where the next gradient is taken."""
         self.show(*self.bound.model())
+
+    def release(self) -> None:
+        """Let each parameter have memory of its own."""
+        for (_, p), movable in zip(self.named, self._movable, strict=True):
+            if movable:
+                p.data = p.detach().clone()
 
     @property
     def stepped_as_shown(self) -> bool:
@@ -345,6 +360,7 @@ class Mixing(Engine):
         for part in self.parts:
             part.bound.finish()
             part.show_model()
+            part.release()
         for stream in (self.comm, self.control):
             stream.close()
 
