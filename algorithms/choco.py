@@ -7,8 +7,8 @@ from typing import Any
 
 from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Rule
-from relaxmpi.algorithms.decentralized import Averaging, Order, bound_of
-from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm
+from relaxmpi.algorithms.decentralized import Averaging, bound_of
+from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, Order
 from relaxmpi.algorithms.sgd import SGD
 from relaxmpi.primitives import (
     DCD,

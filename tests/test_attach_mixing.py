@@ -375,6 +375,7 @@ def test_buffers_stay_local_until_averaged(comm):
 
 MIXERS = {
     "OSGP": rx.OSGP(),
+    "SGP while": rx.SGP(order=rx.Order.COMBINE_WHILE_ADAPT),
     "codec": rx.OSGP(codec=rx.Quantizer(bits=8)),
     "free": rx.OSGP(tau=None),
     "D-PSGD": rx.Decentralized(),

@@ -43,6 +43,10 @@ class Coder:
         room = self.room
         return self.memory.held(side, peer, room.device, room.count, room.work)
 
+    def heard(self, route: Route) -> list[tuple[Any, float]]:
+        """Return the replicas of all in-neighbours with their weights."""
+        return [(self.replica("heard", peer), weight) for peer, weight in route.into.items()]
+
     def payload(self) -> Any:
         """Return memory for encoded numbers."""
         return self.room.buffers.take(self.room.device, self._bytes, "uint8")
@@ -106,9 +110,7 @@ def choco(
         for peer, data in arriving.items():
             yield from exchange.arrived(peer)
             coder.follow(coder.replica("heard", peer), data)
-        kernels.subtract(own, own, gap)
-        for peer, weight in route.into.items():
-            kernels.gap(gap, coder.replica("heard", peer), own, weight)
+        kernels.drift(own, own, coder.heard(route), gap)
         plain = room.work == room.dtype
         out = target if plain else room.take(room.work)
         kernels.mix(room.widen(flat.data), gap, memory.gamma, out)
@@ -136,9 +138,7 @@ def dcd(
     for peer, data in arriving.items():
         coder.receive(peer, data)
     own, change = coder.replica("own", me), room.take(room.work)
-    kernels.subtract(room.widen(flat.data), own, change)
-    for peer, weight in route.into.items():
-        kernels.gap(change, coder.replica("heard", peer), own, weight)
+    kernels.drift(room.widen(flat.data), own, coder.heard(route), change)
     payload = coder.encode(change, own)
     for peer in route.out:
         coder.send(peer, payload)
