@@ -15,7 +15,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from relaxmpi.primitives._codec import Codec, Floats, KernelCodec, Key, Payload
+from relaxmpi.primitives._codec import (
+    Codec,
+    Floats,
+    KernelCodec,
+    Key,
+    Payload,
+    scales_are_finite,
+)
 
 __all__ = ["Cast", "Codec", "Identity", "Key", "MinMaxUInt8", "OneBit", "Quantizer", "TopK"]
 
@@ -123,6 +130,10 @@ class MinMaxUInt8(KernelCodec):
     def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
         kernels.dequantise_minmax(payload, out, add=add)
 
+    def _is_finite(self, payload: Payload, out: Floats) -> bool:
+        low, high = payload[: 2 * out.itemsize].view(out.dtype)
+        return bool(max(abs(low), abs(high)) < np.finfo(out.dtype).max / 4)  # not so for NaN
+
 
 @dataclass(frozen=True)
 class Quantizer(KernelCodec):
@@ -208,6 +219,9 @@ class Quantizer(KernelCodec):
     def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
         kernels.dequantise(payload, out, bits=self.bits, bucket=self.bucket, add=add)
 
+    def _is_finite(self, payload: Payload, out: Floats) -> bool:
+        return scales_are_finite(payload, -(-out.size // self.bucket), out.dtype)
+
 
 @dataclass(frozen=True)
 class OneBit(KernelCodec):
@@ -256,6 +270,9 @@ class OneBit(KernelCodec):
 
     def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
         kernels.unsign(payload, out, bucket=self.bucket, add=add)
+
+    def _is_finite(self, payload: Payload, out: Floats) -> bool:
+        return scales_are_finite(payload, -(-out.size // self.bucket), out.dtype)
 
 
 @dataclass(frozen=True)

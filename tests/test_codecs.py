@@ -103,6 +103,21 @@ def test_decode_add_adds(x, codec):
     assert (out == expected).all()
 
 
+@laws
+@given(arrays, st.sampled_from(ALL), st.sampled_from([0, np.nan, np.inf, -np.inf, 3e38, -3e38]))
+def test_decode_follow_adds_what_is_finite(x, codec, odd):
+    if odd and x.size:
+        x[x.size // 2] = odd
+        if x.size > 2 and abs(odd) == 3e38:
+            x[-1] = -odd  # a range that no float32 holds
+    payload = encoded(codec, x)
+    replica = np.random.default_rng(1).standard_normal(x.size).astype(x.dtype)
+    change = decoded(codec, payload, x)
+    expected = np.where(np.isfinite(change), replica + change, replica)
+    codec.decode_follow(payload, replica)
+    assert (replica == expected).all()
+
+
 @pytest.mark.parametrize("codec", ALL, ids=repr)
 def test_zeros_stay_zero(codec):  # check 1
     for dtype in (np.float32, np.float64):

@@ -92,6 +92,7 @@ def test_wrong_arguments(codec):
         codec.encode,
         lambda x, p: codec.decode(p, x),
         lambda x, p: codec.decode_add(p, x),
+        lambda x, p: codec.decode_follow(p, x),
     ):
         with pytest.raises(ValueError, match=r"needs \d+ contiguous bytes"):
             call(x, payload[:-1])

@@ -23,9 +23,11 @@ WORK = {
     f"{rx.Quantizer(bits=8)}.encode": (9e-6, 6e-10),
     f"{rx.Quantizer(bits=8)}.decode": (8e-6, 5e-10),
     f"{rx.Quantizer(bits=8)}.decode_add": (7e-6, 4e-10),
+    f"{rx.Quantizer(bits=8)}.decode_follow": (8e-6, 5e-10),
     f"{rx.OneBit()}.encode_feedback": (6e-6, 3e-10),
     f"{rx.OneBit()}.decode": (5e-6, 2e-10),
     f"{rx.OneBit()}.decode_add": (4e-6, 1e-10),
+    f"{rx.OneBit()}.decode_follow": (5e-6, 2e-10),
 }
 NETWORKS = [
     rx.Network(

@@ -35,7 +35,6 @@ class Coder:
         self.room = Room(exchange, flat)
         self.exchange, self.memory, self._codec, self._key = exchange, memory, codec, key
         self._bytes = codec.nbytes(self.room.count, self.room.work)
-        self._decoded = self.room.take(self.room.work)
         self.place = memory.queue()
 
     def replica(self, side: str, peer: int) -> Any:
@@ -60,8 +59,7 @@ class Coder:
 
     def follow(self, replica: Any, payload: Any) -> None:
         """Add what a payload says to a replica."""
-        self._codec.decode(payload, self._decoded)
-        self.room.kernels.follow(replica, self._decoded)
+        self._codec.decode_follow(payload, replica)
 
     def receive(self, peer: int, data: Any) -> None:
         """Post a receive on an edge with a replica."""
