@@ -127,7 +127,10 @@ def dcd(
     codec: Codec,
     key: Key,
 ) -> Flow[None]:
-    """Post what x and the replicas make of this rank's; the flow puts that into `target`."""
+    """Post what x and the replicas make of this rank's, and put that into `target`.
+
+    What the neighbours will make of this rank's x is known as soon as the message is.
+    """
     coder = Coder(exchange, flat, memory, codec, key)
     room, kernels, me = coder.room, coder.room.kernels, exchange.rank
     if not memory.replicas("own"):
@@ -140,12 +143,12 @@ def dcd(
     payload = coder.encode(change, own)
     for peer in route.out:
         coder.send(peer, payload)
+    room.narrow(own, target)
 
     def rest() -> Flow[None]:
         for peer, data in arriving.items():
             yield from exchange.arrived(peer)
             coder.follow(coder.replica("heard", peer), data)
-        room.device.copy(target, room.device.cast(own, room.work, room.dtype))
         exchange.leave()
 
     return coder.in_turn(rest())
