@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundtrip import decoded, encoded, through
 
-from relaxmpi.primitives.codecs import Cast, Identity, Key, MinMaxUInt8, OneBit, Quantizer, TopK
+from relaxmpi.primitives.codecs import Cast, Identity, Key, MinMaxUInt8, OneBit, Quantizer
+from relaxmpi.primitives.topk import TopK
 
 SIZES = [0, 1, 7, 8, 9, 511, 512, 513, 1000, 1001, 1025]
 QUANTIZERS = [
