@@ -31,6 +31,7 @@ class TopK(KernelCodec):
     Args:
         fraction: what to keep of each call's numbers, in (0, 1].
 
+    >>> import numpy as np
     >>> x, e, out = np.array([1, -4, 2, 3], np.float32), np.zeros(4, np.float32), np.empty(4, "f4")
     >>> payload = np.empty(TopK(0.5).nbytes(4, x.dtype), np.uint8)
     >>> TopK(0.5).encode_feedback(x, e, payload)
