@@ -71,6 +71,11 @@ class Engine(ABC):
         """See `Sync.spread`."""
         return 0.0
 
+    @property
+    def keeps_state(self) -> bool:
+        """See `Sync.keeps_state`."""
+        return False
+
     @abstractmethod
     def quiesce(self) -> None:
         """See `Sync.quiesce`."""

@@ -166,6 +166,9 @@ def attaching(
     return barrier.flow(comm, name=what)
 
 
+attaching.__name__ = "attach"  # as messages call it
+
+
 def _check_dense(name: str, t: torch.Tensor) -> None:
     if nn.parameter.is_lazy(t):
         raise ValueError(f"{name} has no shape yet: run one forward pass before attach")

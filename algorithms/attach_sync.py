@@ -194,6 +194,14 @@ class Sync:
         with self._engine.averaged():
             yield
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether model and optimizer cannot be restored without it, as push-sum without weights.
+
+        `save` refuses the optimizer alone then.
+        """
+        return self._engine.keeps_state
+
     def spread(self) -> float:
         """Return how far the ranks are apart; collective, and the same on all.
 
