@@ -12,7 +12,7 @@ from torch import nn
 
 from relaxmpi.algorithms.attach_bucket import OwnRule
 from relaxmpi.algorithms.attach_flags import NonFinite
-from relaxmpi.algorithms.base import Algorithm
+from relaxmpi.algorithms.base import Algorithm, made
 from relaxmpi.primitives import (
     MAX,
     MEAN,
@@ -123,7 +123,9 @@ def attaching(
 ) -> Flow[None]:
     """Agree on model, optimizer and algorithm, or raise on every rank."""
     if not isinstance(algorithm, Algorithm):
-        raise TypeError(f"algorithm must be one such as SGD() or QSGD(bits=8), not {algorithm!r}")
+        raise TypeError(
+            f"algorithm must be one such as SGD() or QSGD(bits=8), not {algorithm!r}{made(algorithm)}"
+        )
     if objection := algorithm.refuses(optimizer):
         raise ValueError(objection)
     if isinstance(optimizer, OwnRule) and optimizer.algorithm != algorithm:

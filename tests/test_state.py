@@ -451,3 +451,19 @@ def test_the_state_of_another_algorithm_is_refused_before_anything_changes(comm,
             with pytest.raises(rx.CheckpointError, match="is state of"):
                 rx.load(folder, comm, x=y, opt=other.bind(comm, y, lr=0.1))
             assert (y == 9).all()
+
+
+def test_the_state_of_another_rule_is_refused_before_anything_changes(tmp_path):
+    def program():
+        with rx.Comm.world() as comm:
+            for spec in (rx.Decentralized, rx.OSGP, rx.QSGD):
+                x = np.ones(3)
+                opt = spec(rule=rx.SGD(momentum=0.9)).bind(comm, x, lr=0.1)
+                rx.save(tmp_path, comm, x=x, opt=opt)
+                other = spec(rule=rx.AdamW()).bind(comm, x, lr=0.1)
+                x[:] = 9.0
+                with pytest.raises(rx.CheckpointError, match=r"state of \w+ in it, .* AdamW here"):
+                    rx.load(tmp_path, comm, x=x, opt=other)
+                assert (x == 9).all()
+
+    rx.SimulatedWorld(2).run(program)

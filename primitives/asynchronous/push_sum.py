@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from math import fsum
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -125,7 +126,7 @@ class AsyncPushSum(PushSumEdges):
         Args:
             step: The step, which may vary the topology; at least `self.step`, the default.
         """
-        now = self.step if step is None else step
+        now = self.step if step is None else index(step)
         if now < self.step:
             raise ValueError(f"step {now} after step {self.step - 1}: steps must not go back")
         self._run("send", self._sending(now))
