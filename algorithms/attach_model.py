@@ -124,7 +124,8 @@ def attaching(
     """Agree on model, optimizer and algorithm, or raise on every rank."""
     if not isinstance(algorithm, Algorithm):
         raise TypeError(
-            f"algorithm must be one such as SGD() or QSGD(bits=8), not {algorithm!r}{made(algorithm)}"
+            f"algorithm must be one such as SGD() or QSGD(bits=8), not {algorithm!r}"
+            f"{made(algorithm)}"
         )
     if objection := algorithm.refuses(optimizer):
         raise ValueError(objection)

@@ -268,6 +268,9 @@ def test_peers_that_name_others():
         faults=[rx.faults.Kill(rank=3, at=1e-9)],
     )
     assert all(isinstance(error, rx.PeerTimeout) for error in errors[:3])
+    for rank, error in enumerate(errors[:3]):
+        peer, third = (rank + 1) % 3, (rank + 2) % 3
+        assert f"rank {peer} waits for rank {third} in pairwise_average" in str(error)
 
 
 @pytest.mark.ranks(1, 2)
