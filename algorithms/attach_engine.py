@@ -67,6 +67,11 @@ class Engine(ABC):
         """See `Sync.averaged`."""
         return nullcontext()
 
+    @property
+    def apart(self) -> str:
+        """Say why the models of ranks may differ, for errors; empty if they may not."""
+        return ""
+
     def spread(self) -> float:
         """See `Sync.spread`."""
         return 0.0

@@ -287,6 +287,16 @@ class Mixing(Engine):
         apart = allreduce(self.control, apart, op=MEAN, name="distance to the mean")
         return float((apart / norm) ** 0.5) if norm else 0.0
 
+    @property
+    def apart(self) -> str:
+        """See `Engine`."""
+        return (
+            ""
+            if self._shown
+            else ", as it may where parameters are mixed: see sync.spread() for how far, and "
+            "check inside sync.averaged()"
+        )
+
     def _mean(self, part: Portion) -> Any:
         """Return the mean model of a bucket; say once if it is none."""
         mean = part.bound.mean()

@@ -262,8 +262,8 @@ def average_buffers(comm: Comm, model: nn.Module) -> None:
         _unpack(bucket, tensors)
 
 
-def check_equal(comm: Comm, model: nn.Module) -> None:
-    """See `Sync.check`."""
+def check_equal(comm: Comm, model: nn.Module, hint: str = "") -> None:
+    """See `Sync.check`; the hint is added to the error."""
     named = list(model.named_parameters())
     mine = np.array([_digest(p) for _, p in named], np.int64)
     all_ = allgather(comm, mine, name="digests of parameters")
@@ -271,7 +271,7 @@ def check_equal(comm: Comm, model: nn.Module) -> None:
         others = [r for r in range(comm.size) if all_[r, i] != all_[0, i]]
         if others:
             raise RelaxError(
-                f"parameter {name} differs between rank 0 and ranks {others} (of {comm.size})"
+                f"parameter {name} differs between rank 0 and ranks {others} (of {comm.size}){hint}"
             )
 
 

@@ -175,10 +175,11 @@ class Sync:
         """Compare the parameters of all ranks bit by bit; collective.
 
         Raises:
-            RelaxError: On every rank, naming the first parameter that differs and where.
+            RelaxError: On every rank, naming the first parameter that differs and where. Where
+                parameters are mixed they do, but inside `averaged` all have the mean.
         """
         self._outside("check")
-        check_equal(self._engine.control, self._model)
+        check_equal(self._engine.control, self._model, self._engine.apart)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

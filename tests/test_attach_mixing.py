@@ -122,6 +122,8 @@ def test_averaged_shows_the_mean_model_and_gives_the_own_one_back(comm, limits):
         with pytest.raises(rx.RelaxError, match="inside averaged"):
             optimizer.step()
     assert torch.equal(numbers(model), mine)
+    with pytest.raises(rx.RelaxError, match=r"differs .* see sync\.spread\(\) for how far"):
+        sync.check()
     apart = rx.allreduce(comm, float((mine - mean).square().sum()), op=rx.MEAN)
     np.testing.assert_allclose(sync.spread(), (apart / mean.square().sum()) ** 0.5, rtol=1e-4)
     train(comm, model, optimizer, 1)
