@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from relaxmpi.algorithms.attach_torch import attach
     from relaxmpi.algorithms.base import Algorithm, Bound, Local, Rule
     from relaxmpi.algorithms.choco import Choco, LowPrecisionDecentralized
-    from relaxmpi.algorithms.decentralized import Decentralized, Order
+    from relaxmpi.algorithms.decentralized import Decentralized
     from relaxmpi.algorithms.diloco import DiLoCo
     from relaxmpi.algorithms.freezing import VarianceRatio
     from relaxmpi.algorithms.local_sgd import LocalSGD
+    from relaxmpi.algorithms.mixing import Order
     from relaxmpi.algorithms.onebit_adam import OneBitAdam
     from relaxmpi.algorithms.osgp import OSGP, SGP
     from relaxmpi.algorithms.qsgd import QSGD, ByteGrad
@@ -71,7 +72,7 @@ _HOME = {
     "LocalSGD": "local_sgd",
     "LowPrecisionDecentralized": "choco",
     "OSGP": "osgp",
-    "Order": "decentralized",
+    "Order": "mixing",
     "QSGD": "qsgd",
     "Rule": "base",
     "SGD": "sgd",

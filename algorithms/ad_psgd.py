@@ -109,6 +109,11 @@ class BoundADPSGD(BoundMixing):
         else:
             self.pairs.serve()
 
+    @property
+    def restless(self) -> bool:
+        """A peer may ask at any moment, and the answer moves x."""
+        return True
+
     def _changed(self) -> bool:
         self.poll()
         before, self._seen = self._seen, 0 if self.pairs is None else self.pairs.exchanges

@@ -113,10 +113,15 @@ class Bound:
         """What may happen at any moment while a gradient is computed, to keep messages moving."""
         self.comm.progress()
 
+    @property
+    def restless(self) -> bool:
+        """Whether `poll` may change x, so that a gradient must be taken at a copy."""
+        return False
+
     def model(self) -> tuple[Any, float]:
         """Return where the next gradient is taken: an array, and what to divide it by.
 
-        After `step` x is that. `attach`, which copies to the parameters anyway, divides as it does.
+        After `step` x is that; `attach` divides into x where parameters are not the array itself.
         """
         return self.x, 1.0
 
@@ -193,7 +198,7 @@ class Algorithm(ABC):
             comm: Whom to communicate with.
             x: The parameters, changed in place; numpy array or torch tensor. `attach`, where an
                 optimizer is the local rule and nobody calls `on_step`, passes None if `mixes` is
-                false, and otherwise a buffer that it copies parameters to and from.
+                false, and otherwise a buffer, of which parameters are views where they can be.
             lr: Step length.
             name: Which buffer this is: the ranks agree on it, and random numbers depend on it.
         """

@@ -7,8 +7,8 @@ from typing import Any
 
 from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Rule
-from relaxmpi.algorithms.decentralized import Averaging, Order, bound_of
-from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm
+from relaxmpi.algorithms.decentralized import Averaging, bound_of
+from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, Order
 from relaxmpi.algorithms.sgd import SGD
 from relaxmpi.primitives import (
     DCD,
@@ -24,7 +24,6 @@ from relaxmpi.primitives import (
     Work,
     neighbor_allreduce,
 )
-from relaxmpi.primitives.devices import device_of
 
 __all__ = ["Choco", "LowPrecisionDecentralized"]
 
@@ -154,7 +153,6 @@ class BoundDCD(BoundMixing):
     ) -> None:
         super().__init__(spec.rule, comm, x, lr, name)
         self.topology, self.memory = spec.topology, memory
-        self.told = device_of(x).like(x, tuple(x.shape))  # x again, written when messages are there
         self.work: Work[Any] | None = None
 
     def before_step(self) -> bool:
@@ -166,15 +164,10 @@ class BoundDCD(BoundMixing):
         """Send a compressed difference, and make it this rank's own move."""
         graph, memory = self.topology, self.memory
         self.work = neighbor_allreduce.start(
-            self.comm, self.x, self.told, topology=graph, step=self.t, codec=memory, name=self.name
+            self.comm, self.x, topology=graph, step=self.t, codec=memory, name=self.name
         )
-        own = memory.replicas("own").get(self.comm.rank)
         if isinstance(self.comm, Hierarchy):  # what the node says is known at the end
             self.quiesce()
-            self.x[...] = self.told
-        elif own is not None:
-            flat = device_of(self.x).flat(self.x)
-            flat.device.copy(flat.data, flat.device.cast(own, own.dtype.name, flat.dtype))
         self.t += 1
 
     def quiesce(self) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Rule
-from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm
+from relaxmpi.algorithms.mixing import BoundMixing, MixingAlgorithm, Order
 from relaxmpi.algorithms.sgd import SGD
 from relaxmpi.primitives import (
     Comm,
@@ -20,20 +19,7 @@ from relaxmpi.primitives import (
 )
 from relaxmpi.primitives.devices import device_of
 
-__all__ = ["Averaging", "Decentralized", "Order", "bound_of"]
-
-
-class Order(Enum):
-    """When parameters are mixed.
-
-    Attributes:
-        ADAPT_THEN_COMBINE: x_i <- sum_j W_ij (x_j - lr g_j): neighbours get the step at once.
-        COMBINE_WHILE_ADAPT: x_i <- sum_j W_ij x_j - lr g_i: parameters travel while the gradient
-            is computed at the rank's own.
-    """
-
-    ADAPT_THEN_COMBINE = "adapt, then combine"
-    COMBINE_WHILE_ADAPT = "combine while adapting"
+__all__ = ["Averaging", "Decentralized", "bound_of"]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 from relaxmpi.algorithms.arrays import copy_of
@@ -9,7 +10,20 @@ from relaxmpi.algorithms.base import Algorithm, Bound, Rule, rule_of, with_rule
 from relaxmpi.primitives import Comm
 from relaxmpi.primitives.devices import device_of
 
-__all__ = ["BoundMixing", "MixingAlgorithm"]
+__all__ = ["BoundMixing", "MixingAlgorithm", "Order"]
+
+
+class Order(Enum):
+    """When parameters are mixed.
+
+    Attributes:
+        ADAPT_THEN_COMBINE: x_i <- sum_j W_ij (x_j - lr g_j): neighbours get the step at once.
+        COMBINE_WHILE_ADAPT: x_i <- sum_j W_ij x_j - lr g_i: parameters travel while the gradient
+            is computed at the rank's own.
+    """
+
+    ADAPT_THEN_COMBINE = "adapt, then combine"
+    COMBINE_WHILE_ADAPT = "combine while adapting"
 
 
 class MixingAlgorithm(Algorithm):

@@ -159,6 +159,11 @@ class BoundSlowMo(Bound):
         """See `Bound`."""
         self.inner.poll()
 
+    @property
+    def restless(self) -> bool:
+        """See `Bound`."""
+        return self.inner.restless
+
     def mean(self) -> Any:
         """See `Bound`."""
         return self.inner.mean()

@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from relaxmpi.primitives import kernels
-from relaxmpi.primitives.codecs import Codec, MinMaxUInt8, OneBit, Quantizer, TopK
+from relaxmpi.primitives.codecs import Codec, MinMaxUInt8, OneBit, Quantizer
 from relaxmpi.primitives.signed import Live
+from relaxmpi.primitives.topk import TopK
 
 COPY = "numpy.copyto"
 

@@ -30,6 +30,7 @@ ALGORITHMS = {
     "decen8": rx.LowPrecisionDecentralized(),
     "choco4": rx.Choco(rx.Quantizer(bits=4)),
     "sgp": rx.SGP(),
+    "sgpwhile": rx.SGP(order=rx.Order.COMBINE_WHILE_ADAPT),
     "osgp": rx.OSGP(tau=1),
     "osgp8": rx.OSGP(tau=1, codec=rx.Quantizer(bits=8)),
     "adpsgd": rx.ADPSGD(),

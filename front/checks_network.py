@@ -1,5 +1,6 @@
 """What messages between the ranks of this job cost: ``relaxmpi doctor --network``."""
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,10 @@ _SLOW_INSIDE = 20e-6
 _SLOW_BETWEEN = 1e-3
 _SLOW_LINK = 0.5e9 / 8
 _DEAR = 20e-6
+# The kernel doubles what it is asked for, so this much lets one product of bandwidth and delay be
+# under way and little more. Measured at 1 Gbit/s and 5 ms one way: 1.0 of the product is too much.
+_SHARE_IN_FLIGHT = 0.7
+_SHORT = 256 * 1024
 
 
 def _seconds(value: float) -> str:
@@ -81,6 +86,26 @@ def _between(network: "Network", nodes: Sequence[int], hosts: Sequence[str]) -> 
     return ok(subject, text)
 
 
+def _in_flight(network: "Network", nodes: Sequence[int]) -> list[Finding]:
+    """Say how much TCP should have under way, where that is more than a switch holds anyway."""
+    product = 2 * network.latency * network.bandwidth
+    if len(set(nodes)) == 1 or product < _SHORT:
+        return []
+    text = f"a link holds {product / 1e6:.2g} MB in flight, there and back"
+    if "OMPI_MCA_btl_tcp_sndbuf" in os.environ:
+        return [ok("in flight", f"{text}; OMPI_MCA_btl_tcp_sndbuf is set")]
+    size = float(f"{_SHARE_IN_FLIGHT * product:.1g}")
+    return [
+        warn(
+            "in flight",
+            text,
+            "TCP fills the queues of switches beyond that, and where several ranks send to one, "
+            "packets are lost and links idle: if neighbour verbs take longer than their bytes, "
+            f"try OMPI_MCA_btl_tcp_sndbuf={size:.0f} (twice that is what the kernel allows)",
+        )
+    ]
+
+
 def _costs(network: "Network") -> Finding:
     cost = max(network.send_cost, network.receive_cost)
     text = f"each hop of an agreement takes {_seconds(network.agree_cost)} besides the latency"
@@ -116,6 +141,7 @@ def findings(network: "Network", nodes: Sequence[int], hosts: Sequence[str]) -> 
     return [
         _inside(network, nodes),
         _between(network, nodes, hosts),
+        *_in_flight(network, nodes),
         _costs(network),
         _to_paste(network, nodes),
     ]

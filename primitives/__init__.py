@@ -14,7 +14,6 @@ from relaxmpi.primitives.codecs import (
     MinMaxUInt8,
     OneBit,
     Quantizer,
-    TopK,
 )
 from relaxmpi.primitives.comm import Comm
 from relaxmpi.primitives.cpu import Cpu
@@ -38,6 +37,7 @@ from relaxmpi.primitives.primitive import primitive
 from relaxmpi.primitives.simulation import faults
 from relaxmpi.primitives.simulation.network import Network
 from relaxmpi.primitives.simulation.simulated import SimulatedWorld
+from relaxmpi.primitives.topk import TopK
 from relaxmpi.primitives.topology import (
     BaseGraph,
     BipartiteExponential,

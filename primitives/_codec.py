@@ -81,6 +81,12 @@ class Codec(ABC):
         self.decode(payload, decoded)
         kernels_for(out).accumulate(out, decoded)
 
+    def decode_follow(self, payload: Payload, replica: Floats) -> None:
+        """Add the decoded numbers that are finite to a replica: a bad step is not remembered."""
+        decoded = replica.copy()
+        self.decode(payload, decoded)
+        kernels_for(replica).follow(replica, decoded)
+
     def encode_feedback(
         self, x: Floats, residual: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0
     ) -> None:
@@ -126,6 +132,14 @@ class KernelCodec(Codec):
         if size := self._check(out, payload):
             self._decode(kernels_for(out), payload[:size], out, add=True)
 
+    def decode_follow(self, payload: Payload, replica: Floats) -> None:
+        """Add what is finite: see `Codec`."""
+        if size := self._check(replica, payload):
+            if self._is_finite(payload[:size], replica):
+                self._decode(kernels_for(replica), payload[:size], replica, add=True)
+            else:
+                super().decode_follow(payload, replica)
+
     def encode_feedback(
         self, x: Floats, residual: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0
     ) -> None:
@@ -146,10 +160,20 @@ class KernelCodec(Codec):
     @abstractmethod
     def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None: ...
 
+    def _is_finite(self, payload: Payload, out: Floats) -> bool:
+        """Whether all decoded numbers are known to be finite, without decoding them."""
+        return False
+
     def _encode_feedback(
         self, kernels: Any, x: Floats, residual: Floats, payload: Payload, key: Key, offset: int
     ) -> None:
         super().encode_feedback(x, residual, payload, key=key, offset=offset)
+
+
+def scales_are_finite(payload: Payload, count: int, dtype: DTypeLike) -> bool:
+    """Whether a payload begins with so many finite numbers."""
+    kind = np.dtype(dtype)
+    return bool(np.isfinite(payload[: count * kind.itemsize].view(kind)).all())
 
 
 def float_type(dtype: DTypeLike) -> np.dtype[Any]:

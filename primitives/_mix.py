@@ -109,9 +109,12 @@ def _gap(so_far: Numbers, theirs: Numbers, mine: Numbers, weight: Any) -> None:
         so_far[i] += weight * (theirs[i] - mine[i])
 
 
-def gap(so_far: Numbers, theirs: Numbers, mine: Numbers, weight: float) -> None:
-    """Add weight (theirs - mine) to so_far: exactly nothing where they are equal."""
-    _gap(so_far, theirs, mine, _real(mine, weight))
+@jit
+def _two_gaps(
+    x: Numbers, mine: Numbers, a: Numbers, of_a: Any, b: Numbers, of_b: Any, out: Numbers
+) -> None:
+    for i in range(mine.size):
+        out[i] = ((x[i] - mine[i]) + of_a * (a[i] - mine[i])) + of_b * (b[i] - mine[i])
 
 
 @jit
@@ -119,6 +122,21 @@ def subtract(a: Numbers, b: Numbers, out: Numbers) -> None:
     """Out = a - b."""
     for i in range(a.size):
         out[i] = a[i] - b[i]
+
+
+def drift(x: Numbers, mine: Numbers, others: list[tuple[Numbers, float]], out: Numbers) -> None:
+    """Out = x - mine + sum weight (theirs - mine): exactly nothing where all are equal.
+
+    `out` is none of the others. The sum is made in the order given; the first two others, which
+    are all on a ring, take one pass.
+    """
+    if len(others) > 1:
+        (a, of_a), (b, of_b), *others = others
+        _two_gaps(x, mine, a, _real(mine, of_a), b, _real(mine, of_b), out)
+    else:
+        subtract(x, mine, out)
+    for theirs, weight in others:
+        _gap(out, theirs, mine, _real(mine, weight))
 
 
 @jit

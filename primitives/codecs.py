@@ -15,9 +15,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from relaxmpi.primitives._codec import Codec, Floats, KernelCodec, Key, Payload
+from relaxmpi.primitives._codec import (
+    Codec,
+    Floats,
+    KernelCodec,
+    Key,
+    Payload,
+    scales_are_finite,
+)
 
-__all__ = ["Cast", "Codec", "Identity", "Key", "MinMaxUInt8", "OneBit", "Quantizer", "TopK"]
+__all__ = ["Cast", "Codec", "Identity", "Key", "MinMaxUInt8", "OneBit", "Quantizer"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,10 @@ class MinMaxUInt8(KernelCodec):
     def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
         kernels.dequantise_minmax(payload, out, add=add)
 
+    def _is_finite(self, payload: Payload, out: Floats) -> bool:
+        low, high = payload[: 2 * out.itemsize].view(out.dtype)
+        return bool(max(abs(low), abs(high)) < np.finfo(out.dtype).max / 4)  # not so for NaN
+
 
 @dataclass(frozen=True)
 class Quantizer(KernelCodec):
@@ -208,6 +219,9 @@ class Quantizer(KernelCodec):
     def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
         kernels.dequantise(payload, out, bits=self.bits, bucket=self.bucket, add=add)
 
+    def _is_finite(self, payload: Payload, out: Floats) -> bool:
+        return scales_are_finite(payload, -(-out.size // self.bucket), out.dtype)
+
 
 @dataclass(frozen=True)
 class OneBit(KernelCodec):
@@ -257,63 +271,8 @@ class OneBit(KernelCodec):
     def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
         kernels.unsign(payload, out, bucket=self.bucket, add=add)
 
-
-@dataclass(frozen=True)
-class TopK(KernelCodec):
-    """The k largest magnitudes as they are, zeros elsewhere; use it with error feedback.
-
-    C(x)_i = x_i for the k = max(1, rint(fraction * count)) largest |x_i|, of equal ones those with
-    the lower index, else 0 (Aji & Heafield 2017). No k numbers are nearer to x:
-    |C(x) - x|^2 <= (1 - k / count) |x|^2, contraction d >= k / count. Biased: what is small stays
-    away for ever unless `ErrorFeedback` lets it grow (Stich et al. 2018), where the residual is
-    exactly 0 at what was taken and x + residual elsewhere.
-
-    The bucket is one call: each chunk of an all-reduce. Deterministic; `key` and `offset` change
-    nothing. `decode_add` leaves what was not taken as it is.
-
-    Payload: k values in the type of x, then k increasing indices in the code of Elias (1974) and
-    Fano (1971) with l = min(8, floor(log2(count / k))) low bits each:
-    itemsize k + ceil(l k / 8) + ceil((k + floor((count - 1) / 2**l)) / 8) bytes. An index costs
-    8.6 bits at 1 % and 5.3 at 10 %, where the entropy of such a set is 8.1 and 4.7.
-
-    Args:
-        fraction: what to keep of each call's numbers, in (0, 1].
-
-    >>> x, e, out = np.array([1, -4, 2, 3], np.float32), np.zeros(4, np.float32), np.empty(4, "f4")
-    >>> payload = np.empty(TopK(0.5).nbytes(4, x.dtype), np.uint8)
-    >>> TopK(0.5).encode_feedback(x, e, payload)
-    >>> TopK(0.5).decode(payload, out)
-    >>> payload.size, out.tolist(), e.tolist()
-    (10, [0.0, -4.0, 0.0, 3.0], [1.0, 0.0, 2.0, 0.0])
-    """
-
-    fraction: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction must be in (0, 1], not {self.fraction!r}")
-
-    def _shape(self, count: int) -> tuple[int, int]:
-        keep = max(1, round(self.fraction * count))
-        return keep, min(8, (count // keep).bit_length() - 1)
-
-    def _nbytes(self, count: int, itemsize: int) -> int:
-        keep, low = self._shape(count)
-        return itemsize * keep + -(-low * keep // 8) + -(-(keep + (count - 1 >> low)) // 8)
-
-    def _encode(self, kernels: Any, x: Floats, payload: Payload, key: Key, offset: int) -> None:
-        keep, low = self._shape(x.size)
-        kernels.sparsify(x, payload, keep=keep, low=low)
-
-    def _encode_feedback(
-        self, kernels: Any, x: Floats, residual: Floats, payload: Payload, key: Key, offset: int
-    ) -> None:
-        keep, low = self._shape(x.size)
-        kernels.sparsify_feedback(x, residual, payload, keep=keep, low=low)
-
-    def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
-        keep, low = self._shape(out.size)
-        kernels.densify(payload, out, keep=keep, low=low, add=add)
+    def _is_finite(self, payload: Payload, out: Floats) -> bool:
+        return scales_are_finite(payload, -(-out.size // self.bucket), out.dtype)
 
 
 def _check_bucket(bucket: int) -> None:

@@ -19,7 +19,7 @@ from relaxmpi.primitives._cast import (
 )
 from relaxmpi.primitives._draw import random_words
 from relaxmpi.primitives._minmax import dequantise_minmax, quantise_minmax
-from relaxmpi.primitives._mix import follow, gap, meet, mix, pair, scaled, share, subtract
+from relaxmpi.primitives._mix import drift, follow, meet, mix, pair, scaled, share, subtract
 from relaxmpi.primitives._momentum import (
     gather_momentum,
     move_frozen,
@@ -37,8 +37,8 @@ __all__ = [
     "densify",
     "dequantise",
     "dequantise_minmax",
+    "drift",
     "follow",
-    "gap",
     "gather_momentum",
     "is_finite",
     "leave",

@@ -11,6 +11,7 @@ import relaxmpi as rx
 MOMENTUM = rx.SGD(momentum=0.9)
 SPECS = {
     "sgp": rx.SGP(),
+    "sgp, cta": rx.SGP(order=rx.Order.COMBINE_WHILE_ADAPT),
     "osgp": rx.OSGP(tau=1),
     "osgp, rarely": rx.OSGP(tau=3, send_every=2),
     "osgp, biased": rx.OSGP(tau=1, biased=True),

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -146,7 +147,6 @@ def test_detach_leaves_no_trace(comm):
     model = perceptron()
     optimizer = sgd_of(model)
     before = traces(model, optimizer)
-    memory = [p.data_ptr() for p in model.parameters()]
     with rx.attach(model, optimizer, Average(), comm=comm) as sync:
         assert traces(model, optimizer) != before
         with pytest.raises(ValueError, match="attached already"):
@@ -154,7 +154,45 @@ def test_detach_leaves_no_trace(comm):
         train(comm, model, optimizer, 2)
     sync.detach()
     assert traces(model, optimizer) == before
-    assert [p.data_ptr() for p in model.parameters()] == memory
+    memory = [p.untyped_storage() for p in model.parameters()]
+    assert len({m.data_ptr() for m in memory}) == len(memory)
+    assert all(m.nbytes() == p.nbytes for m, p in zip(memory, model.parameters(), strict=True))
+
+
+@pytest.mark.ranks(2)
+def test_parameters_lie_in_the_buffer_that_is_sent(comm):
+    model = perceptron()
+    model[0].weight.data = model[0].weight.data.T.contiguous().T  # of another memory layout
+    optimizer = sgd_of(model)
+    with rx.attach(model, optimizer, rx.OSGP(), comm=comm) as sync:
+        train(comm, model, optimizer, 2)
+        memory = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        assert len(memory) == 2
+        assert not model[0].weight.is_contiguous()
+        with torch.no_grad():
+            own = [p.clone() for p in model.parameters()]
+            with sync.averaged():
+                assert not all(map(torch.equal, own, model.parameters()))
+        assert all(map(torch.equal, own, model.parameters()))
+
+
+@pytest.mark.ranks(2)
+def test_a_peer_that_asks_during_backward_does_not_move_the_parameters(comm):
+    model = perceptron()
+    optimizer = sgd_of(model)
+    with rx.attach(model, optimizer, rx.ADPSGD(), comm=comm) as sync:
+        moved = 0
+        for _ in range(5):
+            train(comm, model, optimizer, 1)
+            shown = [p.detach().clone() for p in model.parameters()]
+            part = sync._engine.parts[0]
+            before = part.flat.clone()
+            for _ in range(100):
+                part.bound.poll()
+                time.sleep(1e-4)
+            moved += not torch.equal(before, part.flat)
+            assert all(map(torch.equal, shown, model.parameters()))
+        assert rx.allreduce(comm, moved, op=rx.MAX) > 0
 
 
 def second(model, optimizer, sync):
@@ -339,6 +377,7 @@ def test_buffers_stay_local_until_averaged(comm):
 
 MIXERS = {
     "OSGP": rx.OSGP(),
+    "SGP while": rx.SGP(order=rx.Order.COMBINE_WHILE_ADAPT),
     "codec": rx.OSGP(codec=rx.Quantizer(bits=8)),
     "free": rx.OSGP(tau=None),
     "D-PSGD": rx.Decentralized(),

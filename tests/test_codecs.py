@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from roundtrip import decoded, encoded, through
 
-from relaxmpi.primitives.codecs import Cast, Identity, Key, MinMaxUInt8, OneBit, Quantizer, TopK
+from relaxmpi.primitives.codecs import Cast, Identity, Key, MinMaxUInt8, OneBit, Quantizer
+from relaxmpi.primitives.topk import TopK
 
 SIZES = [0, 1, 7, 8, 9, 511, 512, 513, 1000, 1001, 1025]
 QUANTIZERS = [
@@ -101,6 +102,21 @@ def test_decode_add_adds(x, codec):
     expected = out + decoded(codec, payload, x)
     codec.decode_add(payload, out)
     assert (out == expected).all()
+
+
+@laws
+@given(arrays, st.sampled_from(ALL), st.sampled_from([0, np.nan, np.inf, -np.inf, 3e38, -3e38]))
+def test_decode_follow_adds_what_is_finite(x, codec, odd):
+    if odd and x.size:
+        x[x.size // 2] = odd
+        if x.size > 2 and abs(odd) == 3e38:
+            x[-1] = -odd  # a range that no float32 holds
+    payload = encoded(codec, x)
+    replica = np.random.default_rng(1).standard_normal(x.size).astype(x.dtype)
+    change = decoded(codec, payload, x)
+    expected = np.where(np.isfinite(change), replica + change, replica)
+    codec.decode_follow(payload, replica)
+    assert (replica == expected).all()
 
 
 @pytest.mark.parametrize("codec", ALL, ids=repr)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import relaxmpi as rx
+from relaxmpi.primitives import kernels
 
 RANKS = pytest.mark.ranks(1, 2, 3, 4)
 FOUR, EIGHT = rx.Quantizer(bits=4), rx.Quantizer(bits=8)
@@ -195,3 +196,19 @@ def test_bad_memories():
         assert "cannot be saved" in found[1]
         assert "holds the replicas" in found[2]
         assert "holds the replicas" in found[3]
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "c8"])
+@pytest.mark.parametrize("others", range(5))
+@pytest.mark.parametrize("size", [0, 1, 7, 1000])
+def test_drift_is_the_sum_of_the_gaps_bit_for_bit(dtype, others, size):
+    draw = np.random.default_rng(others)
+    halves = draw.standard_normal((2 + others, size, np.dtype(dtype).itemsize // 4))
+    x, mine, *rest = halves.astype("f4").view(dtype)[..., 0]
+    weights = [np.float32(w) for w in draw.random(others)]
+    want = x - mine
+    for theirs, weight in zip(rest, weights, strict=True):
+        want += weight.astype(want.real.dtype) * (theirs - mine)
+    out = np.empty_like(x)
+    kernels.drift(x, mine, list(zip(rest, map(float, weights), strict=True)), out)
+    np.testing.assert_array_equal(out.view("u1"), want.view("u1"))

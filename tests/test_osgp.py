@@ -9,6 +9,7 @@ from gossips import Bowl, check_resume, descend, pulls, same_everywhere, simulat
 import relaxmpi as rx
 
 GRAPHS = [rx.OnePeerExponential(), rx.OnePeerExponential(peers=2), rx.Exponential(), rx.Ring()]
+WHILE = rx.Order.COMBINE_WHILE_ADAPT
 graphs = pytest.mark.parametrize("graph", GRAPHS, ids=str)
 
 
@@ -43,6 +44,43 @@ def test_law_osgp_is_the_loop_of_the_documentation_bit_for_bit(graph, tau, seed)
             return got.tobytes() == want.tobytes()
 
     assert all(simulate((3, 5, 8)[seed], run, seed, delayed=seed > 0))
+
+
+@graphs
+@pytest.mark.parametrize("seed", range(3))
+def test_law_sgp_while_adapting_sends_before_the_gradient_and_folds_before_its_step(graph, seed):
+    def run():
+        with rx.Comm.world() as comm:
+            grad, lr = Bowl(comm.rank).grad, 0.05
+            y, w, seen = np.ones(5), np.ones(1), []
+            y -= lr * grad(y)  # nothing has been sent yet
+            for t in range(30):
+                z = y / w
+                seen.append(z)
+                dx, dw = rx.push_sum(comm, y, w, topology=graph, step=t)
+                y += dx
+                w += dw
+                y -= lr * grad(z)
+            x = np.ones(5)
+            opt = rx.SGP(graph, order=WHILE).bind(comm, x, lr=lr)
+            got = descend(opt, x, grad, 30)
+            mean = rx.allreduce(comm, opt.y + sum(m.wait()[0] for _, m in opt.flight), op=rx.MEAN)
+            np.testing.assert_allclose(opt.mean(), mean, rtol=1e-12)
+            opt.finish()
+            return got.tobytes() == np.array(seen).tobytes()
+
+    assert all(simulate((3, 5, 8)[seed], run, seed, delayed=seed > 0))
+
+
+@pytest.mark.ranks(2, 3, 4)
+def test_law_sgp_while_adapting_on_a_symmetric_graph_is_d_psgd_in_that_order(comm):
+    grad, x, z = Bowl(comm.rank).grad, np.ones(5), np.ones(5)
+    one = rx.SGP(rx.Ring(), order=WHILE).bind(comm, x, lr=0.05)
+    other = rx.Decentralized(rx.Ring(), WHILE).bind(comm, z, lr=0.05)
+    got, want = descend(one, x, grad, 60), descend(other, z, grad, 60)
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+    one.finish()
+    other.finish()
 
 
 @graphs
@@ -177,6 +215,8 @@ def test_the_mean_follows_gradient_descent_exactly():
 
 SPECS = [
     rx.SGP(),
+    rx.SGP(order=WHILE),
+    rx.SGP(rx.OnePeerExponential(2), order=WHILE),
     rx.OSGP(1),
     rx.OSGP(3, send_every=2),
     rx.OSGP(2, send_every=1, biased=True),
@@ -269,8 +309,9 @@ def test_by_node_all_ranks_of_a_node_hold_one_model():
             opt = rx.SGP().bind(nodes, x, lr=0.1)
             for _ in range(60):
                 opt.step(grad(x))
-            with pytest.raises(ValueError, match="Hierarchy"):
-                rx.OSGP(tau=1).bind(nodes, x, lr=0.1)
+            for overlapped in (rx.OSGP(tau=1), rx.SGP(order=WHILE)):
+                with pytest.raises(ValueError, match="Hierarchy"):
+                    overlapped.bind(nodes, x, lr=0.1)
             return x.copy(), opt.mean()
 
     runs = rx.SimulatedWorld(6, ranks_per_node=2).run(run)
@@ -282,6 +323,10 @@ def test_by_node_all_ranks_of_a_node_hold_one_model():
 def test_wrong_settings_are_refused():
     with pytest.raises(ValueError, match="tau"):
         rx.OSGP(tau=-1)
+    with pytest.raises(ValueError, match="needs tau=0"):
+        rx.OSGP(tau=1, order=WHILE)
+    with pytest.raises(TypeError, match="one of Order"):
+        rx.SGP(order="first")
     with pytest.raises(ValueError, match="send_every"):
         rx.OSGP(send_every=0)
     with pytest.raises(TypeError, match="codec"):

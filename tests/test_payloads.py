@@ -7,7 +7,8 @@ import pytest
 from roundtrip import decoded, encoded, through
 
 from relaxmpi.primitives import codecs, kernels, philox
-from relaxmpi.primitives.codecs import Cast, Identity, MinMaxUInt8, OneBit, Quantizer, TopK
+from relaxmpi.primitives.codecs import Cast, Identity, MinMaxUInt8, OneBit, Quantizer
+from relaxmpi.primitives.topk import TopK
 
 SIZES = [0, 1, 7, 8, 9, 511, 512, 513, 1000, 1001, 1025]
 QUANTIZERS = [Quantizer(bits) for bits in range(2, 9)]
@@ -92,6 +93,7 @@ def test_wrong_arguments(codec):
         codec.encode,
         lambda x, p: codec.decode(p, x),
         lambda x, p: codec.decode_add(p, x),
+        lambda x, p: codec.decode_follow(p, x),
     ):
         with pytest.raises(ValueError, match=r"needs \d+ contiguous bytes"):
             call(x, payload[:-1])

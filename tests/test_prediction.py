@@ -23,9 +23,11 @@ WORK = {
     f"{rx.Quantizer(bits=8)}.encode": (9e-6, 6e-10),
     f"{rx.Quantizer(bits=8)}.decode": (8e-6, 5e-10),
     f"{rx.Quantizer(bits=8)}.decode_add": (7e-6, 4e-10),
+    f"{rx.Quantizer(bits=8)}.decode_follow": (8e-6, 5e-10),
     f"{rx.OneBit()}.encode_feedback": (6e-6, 3e-10),
     f"{rx.OneBit()}.decode": (5e-6, 2e-10),
     f"{rx.OneBit()}.decode_add": (4e-6, 1e-10),
+    f"{rx.OneBit()}.decode_follow": (5e-6, 2e-10),
 }
 NETWORKS = [
     rx.Network(
@@ -295,6 +297,7 @@ def test_the_doctor_says_what_looks_wrong():
         found = told(network, nodes, hosts)[subject]
         assert found.status == "warn", subject
         assert words in found.advice
+    assert "in flight" not in told(replace(good, latency=1e-4, bandwidth=1e9))
     alone = told(good, (0, 0), ("a", "a"))["between nodes"]
     assert "relaxmpi lab" in alone.advice
     local = replace(good, latency=2e-6, bandwidth=4e9, local_latency=2e-6, local_bandwidth=4e9)
@@ -303,6 +306,17 @@ def test_the_doctor_says_what_looks_wrong():
     assert eval(paste.text, {"Network": rx.Network}) == rx.Network(
         local_latency=2e-6, local_bandwidth=4e9
     )
+
+
+def test_the_doctor_bounds_what_tcp_has_under_way(monkeypatch):
+    monkeypatch.delenv("OMPI_MCA_btl_tcp_sndbuf", raising=False)
+    long_way = rx.Network(latency=5e-3, bandwidth=1.18e8)
+    found = told(long_way)["in flight"]
+    assert found.status == "warn"
+    assert "1.2 MB" in found.text
+    assert "OMPI_MCA_btl_tcp_sndbuf=800000 " in found.advice
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_sndbuf", "800000")
+    assert told(long_way)["in flight"].status == "OK"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -8,7 +8,8 @@ from roundtrip import decoded, encoded, through
 
 import relaxmpi as rx
 from relaxmpi.primitives import _topk, kernels
-from relaxmpi.primitives.codecs import Key, TopK
+from relaxmpi.primitives.codecs import Key
+from relaxmpi.primitives.topk import TopK
 
 SIZES = [0, 1, 7, 8, 9, 513, 1000, 1001]
 FRACTIONS = [1e-6, 0.001, 0.01, 0.05, 0.1, 1 / 3, 0.5, 0.77, 1.0]

@@ -222,8 +222,9 @@ class DCD(Replicas):
     In `neighbor_allreduce`, over a topology that does not vary: with x^_j what all neighbours hold
     of rank j, q_i = C(x_i - x^_i + sum_j W_ij (x^_j - x^_i)); x^_j <- x^_j + q_j; x_i <- x^_i.
     The first call gives the neighbours their replicas: x goes in full precision and stays as it
-    is. The ranks agree up to the codec's error, on a mean that drifts with it; codecs of less than
-    8 bits, and biased ones, are better off with `DifferenceCompression`.
+    is. Later x_i is there as soon as a call has started, because no message is needed for it. The
+    ranks agree up to the codec's error, on a mean that drifts with it; codecs of less than 8 bits,
+    and biased ones, are better off with `DifferenceCompression`.
 
     Args:
         codec: What encodes, such as MinMaxUInt8().

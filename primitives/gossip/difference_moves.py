@@ -35,13 +35,16 @@ class Coder:
         self.room = Room(exchange, flat)
         self.exchange, self.memory, self._codec, self._key = exchange, memory, codec, key
         self._bytes = codec.nbytes(self.room.count, self.room.work)
-        self._decoded = self.room.take(self.room.work)
         self.place = memory.queue()
 
     def replica(self, side: str, peer: int) -> Any:
         """Return what is known at an end of an edge."""
         room = self.room
         return self.memory.held(side, peer, room.device, room.count, room.work)
+
+    def heard(self, route: Route) -> list[tuple[Any, float]]:
+        """Return the replicas of all in-neighbours with their weights."""
+        return [(self.replica("heard", peer), weight) for peer, weight in route.into.items()]
 
     def payload(self) -> Any:
         """Return memory for encoded numbers."""
@@ -56,8 +59,7 @@ class Coder:
 
     def follow(self, replica: Any, payload: Any) -> None:
         """Add what a payload says to a replica."""
-        self._codec.decode(payload, self._decoded)
-        self.room.kernels.follow(replica, self._decoded)
+        self._codec.decode_follow(payload, replica)
 
     def receive(self, peer: int, data: Any) -> None:
         """Post a receive on an edge with a replica."""
@@ -106,9 +108,7 @@ def choco(
         for peer, data in arriving.items():
             yield from exchange.arrived(peer)
             coder.follow(coder.replica("heard", peer), data)
-        kernels.subtract(own, own, gap)
-        for peer, weight in route.into.items():
-            kernels.gap(gap, coder.replica("heard", peer), own, weight)
+        kernels.drift(own, own, coder.heard(route), gap)
         plain = room.work == room.dtype
         out = target if plain else room.take(room.work)
         kernels.mix(room.widen(flat.data), gap, memory.gamma, out)
@@ -127,7 +127,10 @@ def dcd(
     codec: Codec,
     key: Key,
 ) -> Flow[None]:
-    """Post what x and the replicas make of this rank's; the flow puts that into `target`."""
+    """Post what x and the replicas make of this rank's, and put that into `target`.
+
+    What the neighbours will make of this rank's x is known as soon as the message is.
+    """
     coder = Coder(exchange, flat, memory, codec, key)
     room, kernels, me = coder.room, coder.room.kernels, exchange.rank
     if not memory.replicas("own"):
@@ -136,18 +139,16 @@ def dcd(
     for peer, data in arriving.items():
         coder.receive(peer, data)
     own, change = coder.replica("own", me), room.take(room.work)
-    kernels.subtract(room.widen(flat.data), own, change)
-    for peer, weight in route.into.items():
-        kernels.gap(change, coder.replica("heard", peer), own, weight)
+    kernels.drift(room.widen(flat.data), own, coder.heard(route), change)
     payload = coder.encode(change, own)
     for peer in route.out:
         coder.send(peer, payload)
+    room.narrow(own, target)
 
     def rest() -> Flow[None]:
         for peer, data in arriving.items():
             yield from exchange.arrived(peer)
             coder.follow(coder.replica("heard", peer), data)
-        room.device.copy(target, room.device.cast(own, room.work, room.dtype))
         exchange.leave()
 
     return coder.in_turn(rest())

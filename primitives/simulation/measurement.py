@@ -229,6 +229,7 @@ def _calls(
         encode,
         ("decode", lambda n: codec.decode(payload, y[:n])),
         ("decode_add", lambda n: codec.decode_add(payload, y[:n])),
+        ("decode_follow", lambda n: codec.decode_follow(payload, y[:n])),
     ]
 
 

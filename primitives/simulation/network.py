@@ -62,8 +62,8 @@ class Network:
             and messages are cut, for `scale` times the bytes.
         work: Seconds of the processor for the arithmetic of verbs, a call and a number: for
             "reduce" (the sum of two numbers), "copy" and "divide", and for the codecs, such as
-            f"{codec.describe()}.encode", "encode_feedback", "decode" and "decode_add". What is
-            not named takes no time.
+            f"{codec.describe()}.encode", "encode_feedback", "decode", "decode_add" and
+            "decode_follow". What is not named takes no time.
 
     Raises:
         ValueError: A number is negative, or a rate is not above zero.
