@@ -67,9 +67,19 @@ class Engine(ABC):
         """See `Sync.averaged`."""
         return nullcontext()
 
+    @property
+    def apart(self) -> str:
+        """Say why the models of ranks may differ, for errors; empty if they may not."""
+        return ""
+
     def spread(self) -> float:
         """See `Sync.spread`."""
         return 0.0
+
+    @property
+    def keeps_state(self) -> bool:
+        """See `Sync.keeps_state`."""
+        return False
 
     @abstractmethod
     def quiesce(self) -> None:

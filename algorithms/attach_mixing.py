@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ from relaxmpi.primitives import (
 )
 
 __all__ = ["Mixing"]
+
+_log = logging.getLogger("relaxmpi")
 
 
 class Mixing(Engine):
@@ -50,7 +53,7 @@ class Mixing(Engine):
         super().__init__(model, optimizer, comm)
         self._optimizer, self._algorithm = optimizer, algorithm
         self._nonfinite, self._overlap = nonfinite, overlap
-        self._shown = False
+        self._shown = self._warned = False
         self.parts: list[Portion] = []
         if comm.size > 1 or algorithm.acts_alone:
             self.parts = self._lay_out(limits[0])
@@ -167,7 +170,7 @@ class Mixing(Engine):
             # The user may have changed them since the last step, or, in x, a neighbour.
             if part.stepped_as_shown and (self._algorithm.lockstep or part.changed()):
                 part.fetch(part.bound.stepped)
-            part.show(part.bound.mean())
+            part.show(self._mean(part))
         self._shown = True
         try:
             yield
@@ -181,12 +184,42 @@ class Mixing(Engine):
         self._meet("spread()")
         apart = norm = 0.0
         for part in self.parts:
-            mean = part.bound.mean()
+            mean = self._mean(part)
             flat, by = part.bound.model()
             apart += float((flat / by - mean).double().square().sum())
             norm += float(mean.double().square().sum())
         apart = allreduce(self.control, apart, op=MEAN, name="distance to the mean")
         return float((apart / norm) ** 0.5) if norm else 0.0
+
+    @property
+    def apart(self) -> str:
+        """See `Engine`."""
+        return (
+            ""
+            if self._shown
+            else ", as it may where parameters are mixed: see sync.spread() for how far, and "
+            "check inside sync.averaged()"
+        )
+
+    def _mean(self, part: Portion) -> Any:
+        """Return the mean model of a bucket; say once if it is none."""
+        mean = part.bound.mean()
+        if not self._warned and not bool(torch.isfinite(mean).all()):
+            self._warned = True
+            if self.comm.rank == 0:
+                _log.warning(
+                    "the mean model is not finite in step %d: training has diverged; lower the "
+                    "learning rate, and let attach(nonfinite=NonFinite.RAISE) say where it begins",
+                    self.meter.steps,
+                )
+        return mean
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether the algorithm has more than parameters show; those of averaged() are enough."""
+        return not self._shown and any(
+            type(bound).state_dict is not Bound.state_dict for bound in self.bound
+        )
 
     def quiesce(self) -> None:
         """Wait for parameters on their way."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from relaxmpi.algorithms.attach_bucket import OwnRule
 from relaxmpi.algorithms.attach_flags import NonFinite
-from relaxmpi.algorithms.base import Algorithm
+from relaxmpi.algorithms.base import Algorithm, made
 from relaxmpi.primitives import (
     MAX,
     MEAN,
@@ -123,7 +123,10 @@ def attaching(
 ) -> Flow[None]:
     """Agree on model, optimizer and algorithm, or raise on every rank."""
     if not isinstance(algorithm, Algorithm):
-        raise TypeError(f"algorithm must be one such as SGD() or QSGD(bits=8), not {algorithm!r}")
+        raise TypeError(
+            f"algorithm must be one such as SGD() or QSGD(bits=8), not {algorithm!r}"
+            f"{made(algorithm)}"
+        )
     if objection := algorithm.refuses(optimizer):
         raise ValueError(objection)
     if isinstance(optimizer, OwnRule) and optimizer.algorithm != algorithm:
@@ -164,6 +167,9 @@ def attaching(
         f"{algorithm!r}, buckets of {limits}, overlap {overlap}, {nonfinite}"
     )
     return barrier.flow(comm, name=what)
+
+
+attaching.__name__ = "attach"  # as messages call it
 
 
 def _check_dense(name: str, t: torch.Tensor) -> None:
@@ -256,8 +262,8 @@ def average_buffers(comm: Comm, model: nn.Module) -> None:
         _unpack(bucket, tensors)
 
 
-def check_equal(comm: Comm, model: nn.Module) -> None:
-    """See `Sync.check`."""
+def check_equal(comm: Comm, model: nn.Module, hint: str = "") -> None:
+    """See `Sync.check`; the hint is added to the error."""
     named = list(model.named_parameters())
     mine = np.array([_digest(p) for _, p in named], np.int64)
     all_ = allgather(comm, mine, name="digests of parameters")
@@ -265,7 +271,7 @@ def check_equal(comm: Comm, model: nn.Module) -> None:
         others = [r for r in range(comm.size) if all_[r, i] != all_[0, i]]
         if others:
             raise RelaxError(
-                f"parameter {name} differs between rank 0 and ranks {others} (of {comm.size})"
+                f"parameter {name} differs between rank 0 and ranks {others} (of {comm.size}){hint}"
             )
 
 

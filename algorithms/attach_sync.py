@@ -175,10 +175,11 @@ class Sync:
         """Compare the parameters of all ranks bit by bit; collective.
 
         Raises:
-            RelaxError: On every rank, naming the first parameter that differs and where.
+            RelaxError: On every rank, naming the first parameter that differs and where. Where
+                parameters are mixed they do, but inside `averaged` all have the mean.
         """
         self._outside("check")
-        check_equal(self._engine.control, self._model)
+        check_equal(self._engine.control, self._model, self._engine.apart)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -193,6 +194,14 @@ class Sync:
         """
         with self._engine.averaged():
             yield
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether model and optimizer cannot be restored without it, as push-sum without weights.
+
+        `save` refuses the optimizer alone then.
+        """
+        return self._engine.keeps_state
 
     def spread(self) -> float:
         """Return how far the ranks are apart; collective, and the same on all.

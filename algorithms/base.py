@@ -9,7 +9,7 @@ from relaxmpi.algorithms.arrays import divide
 from relaxmpi.primitives import MEAN, Comm, Work, allreduce
 from relaxmpi.primitives.devices import device_of
 
-__all__ = ["Algorithm", "Bound", "Local", "Rule"]
+__all__ = ["Algorithm", "Bound", "Local", "Rule", "made", "rule_of", "with_rule"]
 
 
 class Local(ABC):
@@ -39,6 +39,26 @@ class Rule(ABC):
     @abstractmethod
     def own_rule(self) -> str:
         """The settings that differ from plain descent, in words."""
+
+
+def made(thing: object) -> str:
+    """Return how to make a value of a class that was given in its place; empty if none was."""
+    return f": did you mean {thing.__name__}()?" if isinstance(thing, type) else ""
+
+
+def rule_of(rule: object) -> Rule:
+    """Return a local rule; TypeError where it is none."""
+    if not isinstance(rule, Rule):
+        raise TypeError(
+            f"rule must be a local rule such as SGD(momentum=0.9), not {rule!r}{made(rule)}"
+        )
+    return rule
+
+
+def with_rule(rule: Rule) -> str:
+    """Return what the kind of a state says of the rule's: nothing of that of SGD."""
+    name = type(rule).__name__
+    return "" if name == "SGD" else f" with {name}"
 
 
 class Bound:

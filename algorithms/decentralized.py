@@ -104,7 +104,7 @@ class AdaptFirst(BoundMixing):
     @property
     def kind(self) -> str:
         """See `Bound`; replicas, and a mean on its way, are a part of the state."""
-        return "Decentralized" if self.how.memory is None else "Choco"
+        return ("Decentralized" if self.how.memory is None else "Choco") + self.with_rule
 
     def on_params(self) -> bool:
         """Combine."""

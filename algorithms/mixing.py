@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from relaxmpi.algorithms.arrays import copy_of
-from relaxmpi.algorithms.base import Algorithm, Bound, Rule
+from relaxmpi.algorithms.base import Algorithm, Bound, Rule, rule_of, with_rule
 from relaxmpi.primitives import Comm
 from relaxmpi.primitives.devices import device_of
 
@@ -34,7 +34,7 @@ class MixingAlgorithm(Algorithm):
     @property
     def own_rule(self) -> str:
         """The settings of the local rule that differ from plain descent."""
-        return self.rule.own_rule
+        return rule_of(self.rule).own_rule
 
     @property
     def mixes(self) -> bool:
@@ -48,8 +48,13 @@ class BoundMixing(Bound):
     def __init__(self, rule: Rule, comm: Comm, x: Any, lr: float, name: str) -> None:
         _check_parameters(x)
         self.comm, self.x, self.lr, self.name = comm, x, lr, name
-        self.rule = rule.local()
+        self.rule, self.with_rule = rule_of(rule).local(), with_rule(rule)
         self.t = 0
+
+    @property
+    def kind(self) -> str:
+        """See `Bound`; the state of the rule is a part of it."""
+        return super().kind + self.with_rule
 
     def on_step(self, g: Any) -> None:
         """Descend."""

@@ -60,6 +60,8 @@ class OSGP(MixingAlgorithm):
         gamma: How much of what is compressed is mixed in a step (with a codec).
         early: Fold a message in as soon as it is there, in order; after tau steps at the latest.
             Not deterministic.
+        floor: With tau=None, the w below which nothing is sent (see `AsyncPushSum`): with d peers w
+            stays above floor / (1 + d), so that a step moves x by at most (1 + d) lr / floor.
         order: See `Order`; COMBINE_WHILE_ADAPT needs tau = 0.
         rule: The local rule.
 
@@ -83,6 +85,7 @@ class OSGP(MixingAlgorithm):
     codec: Codec | None = None
     gamma: float = 0.5
     early: bool = False
+    floor: float = 0.5
     order: Order = Order.ADAPT_THEN_COMBINE
     rule: Rule = field(default_factory=SGD)
 
@@ -129,7 +132,7 @@ class OSGP(MixingAlgorithm):
             bound = BoundCombineFirst if self.combines_first else BoundOSGP
             return bound(self, comm, x, lr, name)
         codec = None if self.codec is None else DifferenceCompression(self.codec, self.gamma)
-        how = self.rule, self.topology, self.period, self.biased, codec
+        how = self.rule, self.topology, self.period, self.biased, codec, self.floor
         return BoundAsyncOSGP(*how, comm, x, lr, name)
 
     def _check_kept(self, _rank: int, n: int) -> None:

@@ -30,18 +30,27 @@ class BoundAsyncOSGP(BoundMixing):
         send_every: int,
         biased: bool,
         codec: DifferenceCompression | None,
+        floor: float,
         comm: Comm,
         x: Any,
         lr: float,
         name: str,
     ) -> None:
         super().__init__(rule, comm, x, lr, name)
-        self.topology, self.send_every, self.codec = topology, send_every, codec
+        self.topology, self.send_every = topology, send_every
+        self.codec, self.floor = codec, floor
         self.y = x if biased else copy_of(x)
         self.mix: AsyncPushSum | None = self._open()
 
     def _open(self) -> AsyncPushSum:
-        return AsyncPushSum(self.comm, self.y, self.topology, codec=self.codec, name=self.name)
+        return AsyncPushSum(
+            self.comm,
+            self.y,
+            self.topology,
+            codec=self.codec,
+            floor=self.floor,
+            name=self.name,
+        )
 
     @property
     def kind(self) -> str:

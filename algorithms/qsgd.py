@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from relaxmpi.algorithms.base import Algorithm, Rule
+from relaxmpi.algorithms.base import Algorithm, Rule, rule_of
 from relaxmpi.algorithms.sgd import SGD, BoundSGD
 from relaxmpi.primitives import Codec, Comm, ErrorFeedback, MinMaxUInt8, OneBit, Quantizer
 
@@ -66,7 +66,7 @@ class QSGD(Algorithm):
     @property
     def own_rule(self) -> str:
         """The settings of the local rule that differ from plain descent."""
-        return self.rule.own_rule
+        return rule_of(self.rule).own_rule
 
 
 def ByteGrad(*, feedback: bool = False, rule: Rule | None = None) -> QSGD:  # noqa: N802

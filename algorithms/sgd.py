@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from relaxmpi.algorithms.base import Algorithm, Bound, Local, Rule
+from relaxmpi.algorithms.base import Algorithm, Bound, Local, Rule, rule_of, with_rule
 from relaxmpi.primitives import MEAN, Codec, Comm, ErrorFeedback, Work, allreduce
 
 __all__ = ["SGD", "BoundSGD"]
@@ -106,8 +106,14 @@ class BoundSGD(Bound):
         codec: Codec | ErrorFeedback | None = None,
     ) -> None:
         self.comm, self.x, self.lr, self.name = comm, x, lr, name
-        self.rule, self.codec = rule.local(), codec
+        self.rule, self._with_rule = rule_of(rule).local(), with_rule(rule)
+        self.codec = codec
         self.t = 0
+
+    @property
+    def kind(self) -> str:
+        """See `Bound`; the state of the rule is a part of it."""
+        return super().kind + self._with_rule
 
     def on_grads(self, g: Any) -> Work[Any]:
         """Start to replace `g` by its mean over the ranks."""

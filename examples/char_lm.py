@@ -174,7 +174,12 @@ def train(comm: rx.Comm, given: argparse.Namespace) -> bool:
         bar.set_postfix_str(f"{loss.item() / math.log(2):.2f} bits", refresh=False)
         if given.resume and (step + 1) % given.save_every == 0:
             rx.save(given.resume, comm, keep=2, step=step + 1, steps=given.steps, **state)
-    seconds = (time.perf_counter() - begin) / max(1, given.steps - done)
+    left = given.steps - done
+    pace = (
+        f"{(time.perf_counter() - begin) / left * 1e3:.0f} ms a step"
+        if left
+        else "nothing was left to do"
+    )
 
     with sync.averaged():
         bits = bits_per_character(comm, model, held_out, given.context)
@@ -184,7 +189,7 @@ def train(comm: rx.Comm, given: argparse.Namespace) -> bool:
         print(
             f"{comm.size} ranks, {name}: {bits:.3f} bits per character of unseen source "
             f"after {given.steps} steps; {sum(p.numel() for p in model.parameters()):,} parameters,"
-            f" {sync.stats().payload_bytes:,.0f} bytes and {seconds * 1e3:.0f} ms a step; equal on "
+            f" {sync.stats().payload_bytes:,.0f} bytes and {pace}; equal on "
             f"all ranks: {'yes' if same else 'NO'}"
         )
     return same

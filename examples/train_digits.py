@@ -33,6 +33,10 @@ ALGORITHMS = {
     "sgpwhile": rx.SGP(order=rx.Order.COMBINE_WHILE_ADAPT),
     "osgp": rx.OSGP(tau=1),
     "osgp8": rx.OSGP(tau=1, codec=rx.Quantizer(bits=8)),
+    "adpsgd": rx.ADPSGD(),
+    "slowmo": rx.SlowMo(rx.SGP(), every=12, beta=0.5),
+    "localsgd": rx.LocalSGD(every=4),
+    "diloco": rx.DiLoCo(every=4),
 }  # those from decen32 on exchange parameters: each rank has a model of its own
 
 

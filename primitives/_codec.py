@@ -2,6 +2,7 @@
 
 import zlib
 from abc import ABC, abstractmethod
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,10 @@ class Key(NamedTuple):
         if not 0 <= self.rank < 2**24 or not 0 <= self.site < 256:
             raise ValueError(f"rank must be below 2**24 and site below 256, not {self}")
         return Stream(
-            seed, zlib.crc32(self.name.encode()), self.step % 2**32, self.rank | self.site << 24
+            seed,
+            zlib.crc32(self.name.encode()),
+            index(self.step) % 2**32,
+            self.rank | self.site << 24,
         )
 
 

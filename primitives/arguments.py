@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from relaxmpi.primitives.calls import Call
@@ -25,6 +26,7 @@ __all__ = [
     "claimed",
     "like",
     "ordered",
+    "whole",
     "wire_of",
 ]
 
@@ -90,12 +92,20 @@ def apart(device: Device, whole: Any, part: Any, own: Any) -> bool:
     raise ValueError("x and out share memory, but are not the same: pass a copy of one of them")
 
 
+def whole(step: Any) -> Any:
+    """Return a whole number, such as one of numpy's, as an int; what is none as it is."""
+    try:
+        return index(step)
+    except TypeError:
+        return step
+
+
 def call_of(
     verb: str, flat: Flat, how: str | None, codec: Lossy | None, name: str, step: int | None
 ) -> Call:
     """What the ranks must agree on."""
     check_coded(flat.dtype, codec)
-    if step is not None and not isinstance(step, int):
+    if step is not None and not isinstance(whole(step), int):
         raise TypeError(f"step must be an int, not {step!r}")
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, not {type(name).__name__}")
@@ -119,7 +129,7 @@ def wire_of(comm: Comm, flat: Flat, codec: Lossy | None, name: str, step: int | 
     flat = flat._replace(device=comm.priced(flat.device))
     if codec is None:
         return wire_for(flat, None, _NO_KEY, comm.scratch)
-    when = comm.next_step(name) if step is None else step
+    when = comm.next_step(name) if step is None else whole(step)
     key = Key(name=name, step=when, rank=comm.rank)
     return wire_for(flat, codec, key, comm.scratch, comm.priced)
 

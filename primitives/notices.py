@@ -33,6 +33,7 @@ class _Kind(IntEnum):
     LEFT = 3
     UNSENT = 4
     UNFIT = 5
+    EDGE = 6
 
 
 class Gone(NamedTuple):
@@ -58,6 +59,7 @@ class NoticeBoard:
         sent: How many messages of neighbour verbs went to each rank.
         unsent: Those that a rank has said will not come, by rank and number, and why.
         unfit: Those of this rank that did not fit a peer's call: peer, number, and why.
+        waits: What a rank has last said to wait for.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class NoticeBoard:
         self.sent: Counter[int] = Counter()
         self.unsent: dict[tuple[int, int], str] = {}
         self.unfit: list[tuple[int, int, str]] = []
+        self.waits: dict[int, str] = {}
         self._sent: list[Request] = []
 
     def begin(self) -> int:
@@ -117,6 +120,10 @@ class NoticeBoard:
     def give_up(self, work: Work[Any]) -> None:
         """Tell everybody that this rank will not finish a call."""
         self._post(_Kind.BROKEN, work.seq, work.call())
+
+    def tell(self, text: str) -> None:
+        """Tell everybody what this rank waits for in a neighbour verb."""
+        self._post(_Kind.EDGE, 0, text)
 
     def unsend(self, peer: int, number: int, why: str) -> None:
         """Tell a peer that a message of a neighbour verb will not come."""
@@ -203,7 +210,9 @@ class NoticeBoard:
             code, seq, number, text = _LAYOUT.unpack(message)
             words = text.rstrip(b"\0").decode(errors="replace")
             if code == _Kind.WAITING:
-                self._waiting[source] = seq
+                self._waiting[source], self.waits[source] = seq, f"in {words}"
+            elif code == _Kind.EDGE:
+                self.waits[source] = words
             elif code == _Kind.UNSENT:
                 self.unsent[source, number] = words
             elif code == _Kind.UNFIT:

@@ -289,7 +289,7 @@ def test_without_credit_shares_stay_and_too_little_weight_is_not_pushed():
 
 def test_weight_guard():
     def program(comm, points):
-        mix = rx.AsyncPushSum(comm, np.ones(1), rx.from_matrix(np.full((2, 2), 0.5)), floor=0.4)
+        mix = rx.AsyncPushSum(comm, np.ones(1), rx.from_matrix(np.full((2, 2), 0.5)), floor=0.6)
         if comm.rank == 0:
             mix.send()  # the first push is allowed
             comm.compute(1.0)
@@ -299,6 +299,30 @@ def test_weight_guard():
         mix.close()
 
     gathered(2, rx.SimulatedWorld(2), program)
+
+
+@pytest.mark.parametrize("slow", [1, 8])
+@pytest.mark.parametrize("latency", [1e-5, 3e-3])
+@pytest.mark.parametrize(
+    ("topology", "peers"), [(rx.OnePeerExponential(), 1), (rx.Ring(), 2), (rx.Exponential(), 3)]
+)
+def test_law_steps_stay_short(topology, peers, latency, slow):
+    """W stays above floor / (1 + d), however late messages are and however slow a rank is."""
+
+    def program():
+        with rx.Comm.world(timeout=1e4) as comm:
+            rng = np.random.default_rng(comm.rank)
+            mix, least = rx.AsyncPushSum(comm, np.ones(1), topology, floor=0.5), 1.0
+            for _ in range(100):
+                comm.compute(1e-3 * (slow if comm.rank == 0 else 1) * (0.5 + rng.random()))
+                mix.send()
+                mix.fold()
+                least = min(least, mix.w)
+            mix.close()
+            return min(least, mix.w)
+
+    least = rx.SimulatedWorld(8, network=rx.Network(latency, 1e9), seed=1).run(program)
+    assert min(least) > 0.5 / (1 + peers) - 1e-12
 
 
 @pytest.mark.parametrize("world", ["late", "lossy"])

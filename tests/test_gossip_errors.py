@@ -70,8 +70,16 @@ REFUSED = {
         lambda c: average(c, X + 0j, codec=rx.DifferenceCompression(rx.OneBit())),
     ),
     "name": (TypeError, "name must be", lambda c: average(c, X, name=3)),
-    "own peer": (ValueError, "another rank", lambda c: rx.pairwise_average(c, X, peer=c.rank)),
-    "no peer": (ValueError, "another rank", lambda c: rx.pairwise_average(c, X, peer=9)),
+    "own peer": (
+        ValueError,
+        "is this rank: name another",
+        lambda c: rx.pairwise_average(c, X, peer=c.rank),
+    ),
+    "no peer": (
+        ValueError,
+        "none of 3 ranks: name another",
+        lambda c: rx.pairwise_average(c, X, peer=9),
+    ),
     "all-reduce": (
         TypeError,
         "ErrorFeedback",
@@ -101,6 +109,21 @@ def test_refused_by_all_and_usable_afterwards(case):
     for errors in run(3, function):
         assert [type(error) for error in errors] == [kind, kind]
         assert all(words in str(error) for error in errors)
+
+
+def test_steps_may_be_numbers_of_numpy():
+    def function(comm):
+        ends = []
+        for step in (1, np.int64(1)):
+            x, codec = np.arange(3.0) + comm.rank, rx.Quantizer(bits=2)
+            average(comm, x, topology=rx.OnePeerExponential(), step=step)
+            dx, dw = push(comm, x, step=step)
+            rx.allreduce(comm, x, codec=codec, step=step)
+            ends.append((x.tobytes(), dx.tobytes(), dw))
+        return ends
+
+    for plain, numpy in run(2, function):
+        assert plain == numpy
 
 
 def test_one_rank_refuses_and_its_neighbours_hear_of_it():
@@ -245,6 +268,9 @@ def test_peers_that_name_others():
         faults=[rx.faults.Kill(rank=3, at=1e-9)],
     )
     assert all(isinstance(error, rx.PeerTimeout) for error in errors[:3])
+    for rank, error in enumerate(errors[:3]):
+        peer, third = (rank + 1) % 3, (rank + 2) % 3
+        assert f"rank {peer} waits for rank {third} in pairwise_average" in str(error)
 
 
 @pytest.mark.ranks(1, 2)

@@ -409,3 +409,25 @@ def test_free_running_osgp_restores_what_was_saved_after_finish():
             opt.finish()
 
     simulate(3, run)
+
+
+def test_ranks_that_run_freely_do_not_diverge_beside_a_slow_one():
+    """A step on the numerator moves x by lr / w, so w must not fall far."""
+
+    def run(spec):
+        with rx.Comm.world() as comm:
+            x = np.full(1, float(comm.rank))
+            opt, furthest = spec.bind(comm, x, lr=0.7), 0.0
+            for _ in range(25 if comm.rank == 0 else 200):
+                comm.compute(8e-3 if comm.rank == 0 else 1e-3)
+                opt.step(x - comm.rank)
+                furthest = max(furthest, abs(x[0]))
+            opt.finish()
+            return furthest
+
+    def furthest(**options):
+        spec = rx.OSGP(tau=None, rule=rx.SGD(momentum=0.9), **options)
+        return max(simulate(3, lambda: run(spec)))
+
+    assert furthest() < 30
+    assert furthest(floor=0.1) > 1e3

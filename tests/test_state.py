@@ -358,6 +358,45 @@ def test_attach_saves_between_steps_only(tmp_path):
     rx.SimulatedWorld(2).run(program)
 
 
+def test_mixed_parameters_are_not_saved_without_what_their_algorithm_keeps(tmp_path):
+    def program():
+        with rx.Comm.world() as comm:
+            training = Training(comm, rx.OSGP(), 0)
+            training.step()
+            things = {"model": training.model, "optimizer": training.optimizer}
+            with pytest.raises(ValueError, match=r"optimizer is attached .* as sync=sync"):
+                rx.save(tmp_path, comm, **things)
+            rx.save(tmp_path, comm, model=training.model)
+            with training.sync.averaged():
+                rx.save(tmp_path, comm, **things)
+            rx.save(tmp_path, comm, **things, sync=training.sync)
+            training.sync.detach()
+            rx.save(tmp_path, comm, **things)
+
+    rx.SimulatedWorld(2).run(program)
+
+
+def test_law_local_gradients_are_no_part_of_what_is_saved(tmp_path):
+    """Where parameters are mixed nothing of a backward is on its way: it is done again."""
+
+    def program():
+        with rx.Comm.world() as comm:
+            whole, resumed = (Training(comm, rx.OSGP(), 0) for _ in range(2))
+            whole.step()
+            whole.model(torch.ones(3, 12)).sum().backward()
+            buffers = [t.clone() for t in whole.model.buffers()]
+            rx.save(tmp_path / "between", comm, **whole.things())
+            rx.load(tmp_path / "between", comm, **resumed.things())
+            assert all(map(torch.equal, resumed.model.buffers(), buffers))
+            ends = []
+            for training in (whole, resumed):
+                training.step()
+                ends.append(training.end())
+            assert ends[0] == ends[1]
+
+    rx.SimulatedWorld(2).run(program)
+
+
 @pytest.mark.ranks(2, timeout=30)
 def test_files_may_take_longer_than_a_call_may_wait(tmp_path, monkeypatch, caplog):
     from relaxmpi.primitives.checkpoint import index, save
@@ -412,3 +451,19 @@ def test_the_state_of_another_algorithm_is_refused_before_anything_changes(comm,
             with pytest.raises(rx.CheckpointError, match="is state of"):
                 rx.load(folder, comm, x=y, opt=other.bind(comm, y, lr=0.1))
             assert (y == 9).all()
+
+
+def test_the_state_of_another_rule_is_refused_before_anything_changes(tmp_path):
+    def program():
+        with rx.Comm.world() as comm:
+            for spec in (rx.Decentralized, rx.OSGP, rx.QSGD):
+                x = np.ones(3)
+                opt = spec(rule=rx.SGD(momentum=0.9)).bind(comm, x, lr=0.1)
+                rx.save(tmp_path, comm, x=x, opt=opt)
+                other = spec(rule=rx.AdamW()).bind(comm, x, lr=0.1)
+                x[:] = 9.0
+                with pytest.raises(rx.CheckpointError, match=r"state of \w+ in it, .* AdamW here"):
+                    rx.load(tmp_path, comm, x=x, opt=other)
+                assert (x == 9).all()
+
+    rx.SimulatedWorld(2).run(program)

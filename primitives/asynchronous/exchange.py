@@ -77,7 +77,7 @@ class PushSumEdges(Endpoint):
         self.stats = AsyncStats()
         self.step = self._calls = self._epoch = 0
         self._w = 1.0
-        self._news = True  # whether something was taken since the last push
+        self._news = 0  # messages taken since the last push
         self._folding = False
         self._aside: Any = None  # what arrived outside of calls that fold, and its weight
         self._aside_w = 0.0
@@ -119,7 +119,7 @@ class PushSumEdges(Endpoint):
         out, into, alone = self._plan(step)
         given = self._allowed(out)
         if given:
-            self._news = False
+            self._news = 0
             w, last = self._w, next(reversed(given))
             rest = alone if len(given) == len(out) else 1 - fsum(given.values())
             for peer, p in given.items():
@@ -153,8 +153,8 @@ class PushSumEdges(Endpoint):
         """Return the shares that can be given now."""
         given = {peer: p for peer, p in out.items() if self._has_room(self._out[peer])}
         self.stats.skipped += len(out) - len(given)
-        floor = self._options.floor
-        if given and not self._news and self._w * (1 - fsum(given.values())) < floor:
+        # Where nothing is on its way some rank has w >= 1 > floor, so that not all are stuck.
+        if self._news < len(out) and self._w < self._options.floor:
             self.stats.low_weight += len(given)
             return {}
         return given
@@ -283,7 +283,7 @@ class PushSumEdges(Endpoint):
         if self._folding:
             self._w += w
             self._folded += 1
-            self._news = True
+            self._news += 1
             edge.catch_up()
         else:
             self._aside_w += w
@@ -326,8 +326,8 @@ class PushSumEdges(Endpoint):
             self._x += self._aside
             self._aside[:] = 0
             self._w += self._aside_w
+            self._news += self._put_aside
             self._aside_w, self._put_aside = 0.0, 0
-            self._news = True
         for edge in self._in.values():
             if edge.fresh > edge.heard:
                 edge.catch_up()

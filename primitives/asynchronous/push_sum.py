@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from math import fsum
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncPushSum"]
 
-_FLOOR = 0.1
+_FLOOR = 0.2
 
 
 class AsyncPushSum(PushSumEdges):
@@ -39,8 +40,10 @@ class AsyncPushSum(PushSumEdges):
     message taken is acknowledged by a note of 32 bytes.
 
     Two messages of an edge may be outstanding; beyond that a share is not sent and stays in x,
-    where it is not lost. Neither is it sent where w would fall below `floor` and nothing has come
-    since the last push: the step of an optimizer on x moves x / w by 1 / w as much. What arrives
+    where it is not lost. Neither are shares sent while w is below `floor`, unless as many
+    messages have come since the last push as there are peers: the step of an optimizer on x moves
+    x / w by 1 / w as much. So w stays above floor / (1 + d) where d peers get equal shares and the
+    rank keeps one. What arrives
     between two calls (`comm.progress()`, `comm.background()`, other waits) is put aside, and x is
     touched in `send`, `fold`, `close` and `state_dict` only. Memory: two messages an in-edge, up
     to two an out-edge, one more put aside; a topology that varies has all its edges.
@@ -55,7 +58,8 @@ class AsyncPushSum(PushSumEdges):
             own step in which the peer is an in-peer, unless its sender is further than this rank.
             Any message of the peer that is taken later, or word that it has nothing to give,
             makes up for it.
-        floor: See above.
+        floor: See above. Where all keep pace and messages are tau steps late, w is
+            1 / (1 + tau d / (1 + d)): a floor above that holds the mixing up.
         codec: A DifferenceCompression: low precision. Each edge has a replica h of z = x / w, the
             same at both ends: what z is when the endpoint is made (0 where messages may be lost).
             q = C(z - h) goes over the wire, both ends add it to h, and what is given is gamma p w
@@ -122,7 +126,7 @@ class AsyncPushSum(PushSumEdges):
         Args:
             step: The step, which may vary the topology; at least `self.step`, the default.
         """
-        now = self.step if step is None else step
+        now = self.step if step is None else index(step)
         if now < self.step:
             raise ValueError(f"step {now} after step {self.step - 1}: steps must not go back")
         self._run("send", self._sending(now))

@@ -89,6 +89,9 @@ def _loading(comm: Comm, things: Sequence[Thing], missing_ok: bool) -> Flow[None
     return barrier.flow(comm, name=f"load {told}, missing_ok {missing_ok}")
 
 
+_loading.__name__ = "load"  # as messages call it
+
+
 def _find(comm: Comm, path: Path, missing_ok: bool) -> tuple[Path, Index] | None:
     """Have all ranks open the checkpoint that rank 0 finds."""
     what = f"load {path}"

@@ -65,6 +65,7 @@ def save(
     Raises:
         CheckpointError: On every rank, if any of them cannot write or does not see the folder.
         TypeError: A thing cannot be saved; MismatchError where other ranks' can.
+        ValueError: An attached optimizer would be saved without what its algorithm needs.
 
     Example:
         >>> import numpy as np, relaxmpi as rx, tempfile
@@ -104,7 +105,12 @@ def _saving(comm: Comm, things: Sequence[Thing], keep: int | None) -> Flow[None]
     for thing in things:
         if thing.name == "comm" or thing.name.startswith("__"):
             raise ValueError(f"the name {thing.name} is taken: comm is the Comm's own counters")
+        if missing := thing.alone(things):
+            raise ValueError(missing)
     return barrier.flow(comm, name=f"save {[(t.name, t.kind) for t in things]}, keep {keep}")
+
+
+_saving.__name__ = "save"  # as messages call it
 
 
 class _Mine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,10 @@ class Thing:
 
     def quiesce(self) -> None:
         """Let nothing be on its way; collective."""
+
+    def alone(self, things: Sequence[Thing]) -> str:
+        """Say what is missing among the things to be saved with it; empty if nothing."""
+        return ""
 
     def state(self) -> Any:
         """Return what to save."""
@@ -100,6 +104,17 @@ class _Object(Thing):
     def quiesce(self) -> None:
         if hasattr(self.thing, "quiesce"):
             self.thing.quiesce()
+
+    def alone(self, things: Sequence[Thing]) -> str:
+        for hook in getattr(self.thing, "_optimizer_step_pre_hooks", {}).values():
+            owner = getattr(hook, "__self__", None)  # what `attach` returned
+            if getattr(owner, "keeps_state", False) and all(t.thing is not owner for t in things):
+                return (
+                    f"{self.name} is attached to an algorithm with state beside the parameters, "
+                    "without which they cannot be restored: pass what attach returned, too, as "
+                    "sync=sync"
+                )
+        return ""
 
     def state(self) -> Any:
         return self.thing.state_dict()

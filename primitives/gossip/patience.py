@@ -50,12 +50,14 @@ class EdgePatience:
         if work.waited > board.timeout:
             self.break_off()
             return PeerTimeout(
-                f"rank {edges.rank} in {exchange}: {self._missing()} for {board.timeout:g} s. This "
-                "Comm cannot be used any more; if the peers are only slow, raise "
-                "Comm.world(timeout=...) or RELAXMPI_TIMEOUT"
+                f"rank {edges.rank} in {exchange}: {self._missing()} for {board.timeout:g} s"
+                f"{self._elsewhere()}. This Comm cannot be used any more; call in the same order "
+                "on both sides, or, if the peers are only slow, raise Comm.world(timeout=...) or "
+                "RELAXMPI_TIMEOUT"
             )
         if work.waited > board.warn_after and not self._warned:
             self._warned = True
+            board.tell(f"for {_ranks(self._peers())} in {exchange}")
             _log.warning(
                 "rank %d in %s: %s for %.3g s; the timeout is %g s",
                 edges.rank,
@@ -67,11 +69,17 @@ class EdgePatience:
         return None
 
     def _missing(self) -> str:
-        waiting = self.exchange.silent()
-        if waiting:
-            return f"nothing from rank{'s' * (len(waiting) > 1)} {', '.join(map(str, waiting))}"
-        sent = self.exchange.sent
-        return f"not taken by rank{'s' * (len(sent) > 1)} {', '.join(map(str, sent))}"
+        what = "nothing from" if self.exchange.silent() else "not taken by"
+        return f"{what} {_ranks(self._peers())}"
+
+    def _peers(self) -> list[int]:
+        return list(self.exchange.silent() or self.exchange.sent)
+
+    def _elsewhere(self) -> str:
+        """Say what the peers were last heard to wait for, which may be somebody else."""
+        heard = self._edges.board.waits
+        said = [f"rank {peer} waits {heard[peer]}" for peer in self._peers() if peer in heard]
+        return f"; as last heard, {', '.join(said)}" if said else ""
 
     def due(self, work: Work[Any]) -> float:
         """Return the seconds of waiting until the warning or the timeout."""
@@ -84,3 +92,7 @@ class EdgePatience:
 
     def give_up(self, work: Work[Any]) -> None:
         """Nothing: what the peers need of this call is under way."""
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relaxmpi.primitives.arguments import apart, like
+from relaxmpi.primitives.arguments import apart, like, whole
 from relaxmpi.primitives.codecs import Codec, Identity, Key
 from relaxmpi.primitives.devices import Flat, device_of
 from relaxmpi.primitives.feedback import ErrorFeedback
@@ -79,6 +79,7 @@ def neighbor_allreduce(
         >>> rx.SimulatedWorld(4).run(program)[1]
         [1.0, 1.0]
     """
+    step = whole(step)
 
     def check() -> Move:
         flat = device_of(x).flat(x, writable=out is None, strided=out is not None)
@@ -149,6 +150,7 @@ def push_sum(
         >>> rx.SimulatedWorld(4).run(program)[0]
         [1.5, 1.5]
     """
+    step = whole(step)
 
     def check() -> Move:
         device = device_of(x)
@@ -201,8 +203,10 @@ def pairwise_average(comm: Comm, x: Any, *, peer: int, name: str = "") -> EdgePl
     """
     peer = index(peer)
     me, n = comm.seat
-    if not 0 <= peer < n or peer == me:
-        raise ValueError(f"peer must be another rank of {n} than {me}, this one, not {peer}")
+    if peer == me:
+        raise ValueError(f"peer {peer} is this rank: name another rank, which names {me}")
+    if not 0 <= peer < n:
+        raise ValueError(f"peer {peer} is none of {n} ranks: name another rank, 0 to {n - 1}")
 
     def check() -> Move:
         flat = device_of(x).flat(x)
