@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +55,9 @@ class Mixing(Engine):
         self._optimizer, self._algorithm = optimizer, algorithm
         self._nonfinite, self._overlap = nonfinite, overlap
         self._shown = self._warned = False
+        tensors = (*model.parameters(), *model.buffers())
+        uses = Counter(t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided)
+        self._tied = {address for address, count in uses.items() if count > 1}
         self.parts: list[Portion] = []
         if comm.size > 1 or algorithm.acts_alone:
             self.parts = self._lay_out(limits[0])
@@ -65,7 +69,9 @@ class Mixing(Engine):
         kinds = [(p.dtype, p.device) for _, p in named]
         groups = buckets_of(sizes, limit, kinds=kinds)
         return [
-            Portion([named[i] for i in group], self._algorithm, self.comm, f"bucket {b}")
+            Portion(
+                [named[i] for i in group], self._algorithm, self.comm, f"bucket {b}", self._tied
+            )
             for b, group in enumerate(groups)
         ]
 
@@ -178,6 +184,7 @@ class Mixing(Engine):
             self._shown = False
             for part in self.parts:
                 part.show_model()
+                part.forget()
 
     def spread(self) -> float:
         """Compare each model with the mean."""

@@ -294,4 +294,5 @@ def _packed(
 def _unpack(bucket: Bucket, tensors: list[torch.Tensor]) -> None:
     with torch.no_grad():
         for tensor, view in zip(tensors, bucket.views, strict=True):
-            tensor.copy_(view)
+            if not torch.equal(tensor, view):  # a write would be noticed as somebody's change
+                tensor.copy_(view)

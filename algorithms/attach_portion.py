@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from relaxmpi.algorithms.arrays import divide
 from relaxmpi.algorithms.base import Algorithm, Bound
@@ -29,25 +31,33 @@ class Poke:
 
 
 class Portion:
-    """One bucket of parameters, which are views of one buffer or another of the algorithm's.
+    """One bucket of parameters, whose memory is one buffer or another of the algorithm's.
 
-    Those that cannot be, such as channels-last ones, and all where a peer may change x at any
-    moment, stay where they are, and are copied to the buffers and back.
+    Some stay where they are, and are copied to the buffers and back: those whose memory has another
+    layout or is shared, those that somebody moves, as by `share_memory()`, and all where a peer may
+    change x at any moment.
 
     Attributes:
         flat: The x of the algorithm's state.
     """
 
     def __init__(
-        self, named: list[tuple[str, nn.Parameter]], algorithm: Algorithm, comm: Comm, name: str
+        self,
+        named: list[tuple[str, nn.Parameter]],
+        algorithm: Algorithm,
+        comm: Comm,
+        name: str,
+        tied: Container[int],
     ) -> None:
         self.name, self.named = name, named
-        bucket = Bucket([p for _, p in named], [n for n, _ in named])
-        self._bucket = bucket
-        self.flat = _real(bucket.flat)
+        self._kinds = [(p.dtype, p.shape, p.nbytes) for _, p in named]
+        self.flat = _real(Bucket([p for _, p in named], [n for n, _ in named]).flat)
         self.bound = algorithm.bind(comm, self.flat, lr=0.0, name=name)
-        self._cut = self.flat, bucket.views
-        self._movable = [p.is_contiguous() and not self.bound.restless for _, p in named]
+        self._shown = self._own = self._cut(self.flat)
+        self._other: tuple[Any, list[torch.Tensor]] = None, []
+        stay = self.bound.restless
+        # Where each parameter was put; None for those that stay.
+        self._put = [None if stay or not _movable(p, tied) else p.data_ptr() for _, p in named]
         self.show(self.flat)
 
     def versions(self) -> list[int]:
@@ -56,14 +66,19 @@ class Portion:
 
     def changed(self) -> str:
         """Return the name of a parameter that somebody changed between steps; empty if none."""
-        pairs = zip(self.versions(), self.seen, self.named, strict=True)
-        return next((name for now, before, (name, _) in pairs if now != before), "")
+        facts = zip(self.named, self.versions(), self.seen, self._put, self._shown, strict=True)
+        for (name, p), now, before, put, shown in facts:
+            moved = put is not None and p.data_ptr() != put
+            if now != before or (moved and not torch.equal(p.detach().to(shown.dtype), shown)):
+                return name
+        return ""
 
     def fetch(self, flat: Any) -> None:
         """Have the parameters in a buffer."""
-        for (_, p), view in zip(self.named, self._views(flat), strict=True):
-            if p.data_ptr() != view.data_ptr():
-                view.copy_(p.detach())
+        self._let_stay()
+        for (_, p), place in zip(self.named, self._places(flat), strict=True):
+            if p.data_ptr() != place.data_ptr():
+                place.copy_(p.detach())
         self.seen = self.versions()
 
     def show(self, flat: Any, by: float = 1.0) -> None:
@@ -71,13 +86,23 @@ class Portion:
         if by != 1.0:
             divide(flat, by, self.flat)
             flat = self.flat
-        views = self._views(flat)
-        for (_, p), view, movable in zip(self.named, views, self._movable, strict=True):
-            if movable:
-                p.data = view
+        self._let_stay()
+        self._shown = self._places(flat)
+        for k, ((_, p), place) in enumerate(zip(self.named, self._shown, strict=True)):
+            if self._put[k] is None:
+                p.detach().copy_(place)
             else:
-                p.detach().copy_(view)
+                p.data = place
+                self._put[k] = p.data_ptr()
+        # For autograd a parameter has changed, whose data are others now.
+        increment_version([p for _, p in self.named])
         self.seen = self.versions()
+
+    def _let_stay(self) -> None:
+        """Leave parameters alone from now on that somebody has moved."""
+        for k, (_, p) in enumerate(self.named):
+            if self._put[k] is not None and p.data_ptr() != self._put[k]:
+                self._put[k] = None
 
     def show_model(self) -> None:
         """Let the parameters be where the next gradient is taken."""
@@ -85,8 +110,9 @@ class Portion:
 
     def release(self) -> None:
         """Let each parameter have memory of its own."""
-        for (_, p), movable in zip(self.named, self._movable, strict=True):
-            if movable:
+        self._let_stay()
+        for (_, p), put in zip(self.named, self._put, strict=True):
+            if put is not None:
                 p.data = p.detach().clone()
 
     @property
@@ -102,17 +128,37 @@ class Portion:
                 return name
         return ""
 
-    def _views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Cut a buffer like the bucket."""
+    def _places(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of a buffer; those of x and of the last other one are kept."""
         if flat is self.flat:
-            return self._bucket.views
-        if self._cut[0] is not flat:
-            complex_ = self._bucket.flat.is_complex()
-            whole = torch.view_as_complex(flat.view(-1, 2)) if complex_ else flat
-            pieces = torch.split(whole, [p.numel() for _, p in self.named])
-            cut = (t.view_as(p) for t, (_, p) in zip(pieces, self.named, strict=True))
-            self._cut = flat, tuple(cut)
-        return self._cut[1]
+            return self._own
+        if self._other[0] is not flat:
+            self._other = flat, self._cut(flat)
+        return self._other[1]
+
+    def forget(self) -> None:
+        """Let go of the last other buffer."""
+        self._other = None, []
+
+    def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Cut a buffer like the bucket.
+
+        Each piece has a storage of its own: where torch moves that of a parameter, nobody else's
+        memory goes away, in particular not that of a message under way.
+        """
+        raw = flat.view(torch.uint8)
+        pieces = raw.split([size for _, _, size in self._kinds])
+        if raw.device.type == "cpu":
+            pieces = tuple(torch.from_numpy(piece.numpy()) for piece in pieces)
+        kinds = zip(pieces, self._kinds, strict=True)
+        return [piece.view(dtype).view(shape) for piece, (dtype, shape, _) in kinds]
+
+
+def _movable(p: torch.Tensor, tied: Container[int]) -> bool:
+    """Whether a parameter has memory that nobody else uses, in the usual layout."""
+    memory = p.untyped_storage()
+    whole = p.is_contiguous() and memory.nbytes() == p.nbytes
+    return whole and not p.is_shared() and memory.data_ptr() not in tied
 
 
 def _real(flat: torch.Tensor) -> torch.Tensor:

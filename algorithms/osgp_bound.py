@@ -154,7 +154,7 @@ class BoundOSGP(BoundMixing):
         self.x[...] = x
         if self.y is not self.x:
             self.y[...] = x
-            self.y *= self.w[0].item()
+            self.y *= self._weight
 
     def state_dict(self) -> dict[str, Any]:
         """Numerator, weight, messages on their way, and what the codec remembers."""

@@ -149,11 +149,17 @@ class BoundSlowMo(Bound):
         return True
 
     def _reached(self) -> Any:
-        if not self.spec.average:
-            y, w = self.inner.model()
-            return y / w
-        self.inner.finish()
-        return self.inner.mean()
+        """Return where the inner algorithm has come to, with nothing on its way.
+
+        What was sent before the slow step would undo a part of it. Where nobody waits for anybody
+        that has to be borne.
+        """
+        if self.spec.average or self.spec.algorithm.lockstep:
+            self.inner.finish()
+        if self.spec.average:
+            return self.inner.mean()
+        y, w = self.inner.model()
+        return y / w
 
     def poll(self) -> None:
         """See `Bound`."""
