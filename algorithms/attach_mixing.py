@@ -105,9 +105,10 @@ class Mixing(Engine):
         for part in self.parts:
             bound = part.bound
             bound.lr = lr
+            name = part.changed()  # before x does
             if not bound.before_step() and part.stepped_as_shown:
                 continue
-            if name := part.changed():
+            if name:
                 raise RelaxError(
                     f"parameter {name} was changed between two steps, and would be lost: "
                     "meanwhile neighbours have sent theirs, or the optimizer steps the numerator "

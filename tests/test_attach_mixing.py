@@ -209,7 +209,8 @@ def test_parameters_that_somebody_moves_stay_there_and_lose_nothing(comm, spec, 
             train(comm, model, optimizer, 3)
         if moved:
             assert model[0].weight.data_ptr() == where
-    assert_same_model(*models)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(p, q)  # matrix products depend on where matrices begin
 
 
 @pytest.mark.ranks(2)
