@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,19 @@ class Poke:
             bound.poll()
 
 
+class Place(NamedTuple):
+    """The part of a buffer that is one parameter's.
+
+    Attributes:
+        own: A view of the buffer.
+        lent: The same memory, with a storage of its own, for the parameter: where torch moves that,
+            nobody else's memory goes away, in particular not that of a message under way.
+    """
+
+    own: torch.Tensor
+    lent: torch.Tensor
+
+
 class Portion:
     """One bucket of parameters, whose memory is one buffer or another of the algorithm's.
 
@@ -54,7 +67,7 @@ class Portion:
         self.flat = _real(Bucket([p for _, p in named], [n for n, _ in named]).flat)
         self.bound = algorithm.bind(comm, self.flat, lr=0.0, name=name)
         self._shown = self._own = self._cut(self.flat)
-        self._other: tuple[Any, list[torch.Tensor]] = None, []
+        self._other: tuple[Any, list[Place]] = None, []
         stay = self.bound.restless
         # Where each parameter was put; None for those that stay.
         self._put = [None if stay or not _movable(p, tied) else p.data_ptr() for _, p in named]
@@ -69,7 +82,8 @@ class Portion:
         facts = zip(self.named, self.versions(), self.seen, self._put, self._shown, strict=True)
         for (name, p), now, before, put, shown in facts:
             moved = put is not None and p.data_ptr() != put
-            if now != before or (moved and not torch.equal(p.detach().to(shown.dtype), shown)):
+            own = shown.own
+            if now != before or (moved and not torch.equal(p.detach().to(own.dtype), own)):
                 return name
         return ""
 
@@ -77,8 +91,8 @@ class Portion:
         """Have the parameters in a buffer."""
         self._let_stay()
         for (_, p), place in zip(self.named, self._places(flat), strict=True):
-            if p.data_ptr() != place.data_ptr():
-                place.copy_(p.detach())
+            if p.data_ptr() != place.own.data_ptr():
+                place.own.copy_(p.detach())
         self.seen = self.versions()
 
     def show(self, flat: Any, by: float = 1.0) -> None:
@@ -90,9 +104,9 @@ class Portion:
         self._shown = self._places(flat)
         for k, ((_, p), place) in enumerate(zip(self.named, self._shown, strict=True)):
             if self._put[k] is None:
-                p.detach().copy_(place)
+                p.detach().copy_(place.own)
             else:
-                p.data = place
+                p.data = place.lent
                 self._put[k] = p.data_ptr()
         # For autograd a parameter has changed, whose data are others now.
         increment_version([p for _, p in self.named])
@@ -128,7 +142,7 @@ class Portion:
                 return name
         return ""
 
-    def _places(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def _places(self, flat: torch.Tensor) -> list[Place]:
         """Return the parts of a buffer; those of x and of the last other one are kept."""
         if flat is self.flat:
             return self._own
@@ -140,18 +154,14 @@ class Portion:
         """Let go of the last other buffer."""
         self._other = None, []
 
-    def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Cut a buffer like the bucket.
-
-        Each piece has a storage of its own: where torch moves that of a parameter, nobody else's
-        memory goes away, in particular not that of a message under way.
-        """
-        raw = flat.view(torch.uint8)
-        pieces = raw.split([size for _, _, size in self._kinds])
-        if raw.device.type == "cpu":
-            pieces = tuple(torch.from_numpy(piece.numpy()) for piece in pieces)
-        kinds = zip(pieces, self._kinds, strict=True)
-        return [piece.view(dtype).view(shape) for piece, (dtype, shape, _) in kinds]
+    def _cut(self, flat: torch.Tensor) -> list[Place]:
+        """Cut a buffer like the bucket."""
+        pieces = flat.view(torch.uint8).split([size for _, _, size in self._kinds])
+        places = list[Place]()
+        for piece, (dtype, shape, _) in zip(pieces, self._kinds, strict=True):
+            lent = torch.from_numpy(piece.numpy()) if piece.device.type == "cpu" else piece
+            places.append(Place(piece.view(dtype).view(shape), lent.view(dtype).view(shape)))
+        return places
 
 
 def _movable(p: torch.Tensor, tied: Container[int]) -> bool:

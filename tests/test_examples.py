@@ -99,7 +99,8 @@ def test_train_digits(launch, n, algorithm):
     [(1, "sgd"), (2, "qsgd8"), (3, "sign"), (1, "onebit"), (2, "onebit"), (2, "diloco")],
 )
 def test_char_lm(launch, n, algorithm):
-    small = "--steps 12 --width 32 --layers 1 --context 32".split()
+    steps = "50" if algorithm == "diloco" else "12"  # DiLoCo sends nothing before
+    small = ["--steps", steps, *"--width 32 --layers 1 --context 32".split()]
     script = EXAMPLES / "char_lm.py"
     option = "--optimizer" if algorithm in ("onebit", "diloco") else "--algorithm"
     result = launch(script, n, option, algorithm, *small, timeout=120)
