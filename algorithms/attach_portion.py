@@ -156,7 +156,7 @@ class Portion:
 
     def _cut(self, flat: torch.Tensor) -> list[Place]:
         """Cut a buffer like the bucket."""
-        pieces = flat.view(torch.uint8).split([size for _, _, size in self._kinds])
+        pieces = torch.split(flat.view(torch.uint8), [size for _, _, size in self._kinds])
         places = list[Place]()
         for piece, (dtype, shape, _) in zip(pieces, self._kinds, strict=True):
             lent = torch.from_numpy(piece.numpy()) if piece.device.type == "cpu" else piece
@@ -168,7 +168,7 @@ def _movable(p: torch.Tensor, tied: Container[int]) -> bool:
     """Whether a parameter has memory that nobody else uses, in the usual layout."""
     memory = p.untyped_storage()
     whole = p.is_contiguous() and memory.nbytes() == p.nbytes
-    return whole and not p.is_shared() and memory.data_ptr() not in tied
+    return whole and not memory.is_shared() and memory.data_ptr() not in tied
 
 
 def _real(flat: torch.Tensor) -> torch.Tensor:
