@@ -431,3 +431,40 @@ def test_ranks_that_run_freely_do_not_diverge_beside_a_slow_one():
 
     assert furthest() < 30
     assert furthest(floor=0.1) > 1e3
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("inner", [rx.SGP(), rx.OSGP(1), rx.OSGP(2), rx.SGP(order=WHILE)], ids=str)
+def test_a_slow_step_is_whole_whatever_was_on_its_way(inner, average):
+    def run():
+        with rx.Comm.world() as comm:
+            x = np.zeros(3)
+            spec = rx.SlowMo(inner, every=2, beta=0.5, average=average)
+            opt = spec.bind(comm, x, lr=0.125)
+            for _ in range(40):
+                opt.step(np.ones(3))
+            mean = opt.mean()
+            opt.finish()
+            return mean
+
+    u = z = 0.0
+    for _ in range(20):
+        u = 0.5 * u + 2
+        z -= 0.125 * u
+    np.testing.assert_allclose(simulate(4, run), z)
+
+
+def test_a_biased_model_is_replaced_as_it_is():
+    uneven = rx.from_matrix([[0.5, 0.25], [0.5, 0.75]])
+
+    def run():
+        with rx.Comm.world() as comm:
+            x = np.ones(3)
+            opt = rx.OSGP(0, uneven, biased=True, order=WHILE).bind(comm, x, lr=0.1)
+            for _ in range(3):
+                opt.step(np.zeros(3))
+            opt.finish()
+            opt.replace(np.full(3, 2.0))
+            return opt.y.tolist()
+
+    assert simulate(2, run) == [[2.0] * 3] * 2
