@@ -107,9 +107,8 @@ class Portion:
                 p.detach().copy_(place.own)
             else:
                 p.data = place.lent
+                increment_version(p)  # autograd must not take it for what it was
                 self._put[k] = p.data_ptr()
-        # For autograd a parameter has changed, whose data are others now.
-        increment_version([p for _, p in self.named])
         self.seen = self.versions()
 
     def _let_stay(self) -> None:

@@ -6,20 +6,19 @@ from typing import Any
 
 from relaxmpi.algorithms.arrays import copy_of
 from relaxmpi.algorithms.base import Rule
-from relaxmpi.algorithms.mixing import BoundMixing
-from relaxmpi.primitives import SUM, AsyncPushSum, Comm, DifferenceCompression, Topology, allreduce
+from relaxmpi.algorithms.numerator import BoundPush
+from relaxmpi.primitives import AsyncPushSum, Comm, DifferenceCompression, Topology
 
 __all__ = ["BoundAsyncOSGP"]
 
 
-class BoundAsyncOSGP(BoundMixing):
+class BoundAsyncOSGP(BoundPush):
     """The state of OSGP with tau=None: messages are folded in whenever they come.
 
     Making it, `mean`, `finish`, `state_dict` and `load_state_dict` are collective: they drain what
     is on its way into y. A step after `finish` starts afresh, from x.
 
     Attributes:
-        y: The numerator.
         mix: The endpoint, which has the weight; None after `finish`.
     """
 
@@ -53,14 +52,9 @@ class BoundAsyncOSGP(BoundMixing):
         )
 
     @property
-    def kind(self) -> str:
-        """See `Bound`; replicas are a part of the state."""
-        return super().kind if self.codec is None else f"{super().kind} with a codec"
-
-    @property
-    def stepped(self) -> Any:
-        """The numerator."""
-        return self.y
+    def weight(self) -> float:
+        """W; 1 after `finish`."""
+        return 1.0 if self.mix is None else self.mix.w
 
     def on_params(self) -> None:
         """Push, and fold in what is there."""
@@ -71,10 +65,6 @@ class BoundAsyncOSGP(BoundMixing):
         self.mix.fold()
         self.t += 1
 
-    def model(self) -> tuple[Any, float]:
-        """Y / w."""
-        return self.y, 1.0 if self.y is self.x or self.mix is None else self.mix.w
-
     def _drained(self) -> dict[str, Any] | None:
         state = None if self.mix is None else self.mix.state_dict()
         self.settle()
@@ -83,11 +73,7 @@ class BoundAsyncOSGP(BoundMixing):
     def mean(self) -> Any:
         """Return sum_i y / sum_i w."""
         self._drained()
-        total = copy_of(self.y)
-        weight = 1.0 if self.mix is None else self.mix.w
-        allreduce(self.comm, total, op=SUM, name="sum of numerators")
-        total /= allreduce(self.comm, weight, op=SUM, name="sum of weights")
-        return total
+        return self.mean_of(copy_of(self.y), self.weight)
 
     def finish(self) -> None:
         """Wait until all ranks have come, and fold in all messages."""
@@ -97,13 +83,6 @@ class BoundAsyncOSGP(BoundMixing):
         self.settle()
         self.mix = None
         self.y[...] = self.x
-
-    def replace(self, x: Any) -> None:
-        """See `Bound`."""
-        self.x[...] = x
-        if self.y is not self.x:
-            self.y[...] = x
-            self.y *= 1.0 if self.mix is None else self.mix.w
 
     def quiesce(self) -> None:
         """See `Bound`."""

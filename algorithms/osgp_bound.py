@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relaxmpi.algorithms.arrays import copy_of, divide
-from relaxmpi.algorithms.mixing import BoundMixing, Order
+from relaxmpi.algorithms.mixing import Order
+from relaxmpi.algorithms.numerator import BoundPush
 from relaxmpi.primitives import (
-    SUM,
     Codec,
     Comm,
     DifferenceCompression,
     Identity,
     Work,
-    allreduce,
     push_sum,
 )
 
@@ -39,11 +38,10 @@ class _Arrived:
         return self._message
 
 
-class BoundOSGP(BoundMixing):
+class BoundOSGP(BoundPush):
     """The state of OSGP for one buffer.
 
     Attributes:
-        y: The numerator.
         w: The push-sum weight, an array of one.
         flight: Steps in which messages were sent that are not folded in yet, and the messages.
     """
@@ -76,14 +74,9 @@ class BoundOSGP(BoundMixing):
         return memory
 
     @property
-    def kind(self) -> str:
-        """See `Bound`; replicas are a part of the state."""
-        return super().kind if self.codec is None else f"{super().kind} with a codec"
-
-    @property
-    def stepped(self) -> Any:
-        """The numerator."""
-        return self.y
+    def weight(self) -> float:
+        """W."""
+        return float(self.w[0])
 
     def on_params(self) -> None:
         """Push, and fold in what is due."""
@@ -114,19 +107,6 @@ class BoundOSGP(BoundMixing):
         self.y += dx
         self.w += dw
 
-    def model(self) -> tuple[Any, float]:
-        """Y / w."""
-        return self.y, self._weight
-
-    @property
-    def _weight(self) -> float:
-        return 1.0 if self.spec.biased else self.w[0].item()
-
-    def _reveal(self) -> None:
-        """Let x be y / w."""
-        if self.y is not self.x:
-            divide(self.y, self._weight, self.x)
-
     def _land(self) -> list[tuple[int, Any, float]]:
         """Wait for all messages, and let them wait for their steps."""
         landed = [(sent, *message.wait()) for sent, message in self.flight]
@@ -135,26 +115,17 @@ class BoundOSGP(BoundMixing):
 
     def mean(self) -> Any:
         """Return sum_i y / sum_i w, with what is on its way; the run goes on as if never asked."""
-        total, weight = copy_of(self.y), float(self.w[0])
+        total, weight = copy_of(self.y), self.weight
         for _, dx, dw in self._land():
             total += dx
             weight += float(dw)
-        allreduce(self.comm, total, op=SUM, name="sum of numerators")
-        total /= allreduce(self.comm, weight, op=SUM, name="sum of weights")
-        return total
+        return self.mean_of(total, weight)
 
     def finish(self) -> None:
         """Fold in all messages at once."""
         while self.flight:
             self._fold()
-        self._reveal()
-
-    def replace(self, x: Any) -> None:
-        """See `Bound`."""
-        self.x[...] = x
-        if self.y is not self.x:
-            self.y[...] = x
-            self.y *= self._weight
+        self.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """Numerator, weight, messages on their way, and what the codec remembers."""
@@ -195,6 +166,19 @@ class BoundCombineFirst(BoundOSGP):
         """Show y / w, and send shares on their way."""
         self._reveal()
         super().on_params()
+
+    def finish(self) -> None:
+        """Fold in all messages at once."""
+        super().finish()
+        self._reveal()
+
+    def _reveal(self) -> None:
+        divide(self.y, self.divisor, self.x)
+
+    @property
+    def divisor(self) -> float:
+        """See `BoundPush`: here y is never x."""
+        return 1.0 if self.spec.biased else self.weight
 
     def _due(self, sent: int, message: Work[Any] | _Arrived) -> bool:
         return False  # until the next gradient is there

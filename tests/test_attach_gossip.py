@@ -4,7 +4,15 @@ import copy
 import dataclasses
 
 import pytest
-from loops import loss_of, nn, numbers, perceptron, sgd_of, torch
+from loops import (
+    loss_of,
+    nn,
+    numbers,
+    perceptron,
+    sgd_of,
+    torch,
+    train,
+)
 
 import relaxmpi as rx
 
@@ -34,13 +42,6 @@ def with_momentum(spec):
     if isinstance(spec, rx.SlowMo):
         return dataclasses.replace(spec, algorithm=with_momentum(spec.algorithm))
     return dataclasses.replace(spec, rule=MOMENTUM)
-
-
-def train(comm, model, optimizer, steps):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss_of(model, comm.rank, comm.size).backward()
-        optimizer.step()
 
 
 @pytest.mark.ranks(2, 3)

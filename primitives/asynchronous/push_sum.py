@@ -43,10 +43,10 @@ class AsyncPushSum(PushSumEdges):
     where it is not lost. Neither are shares sent while w is below `floor`, unless as many
     messages have come since the last push as there are peers: the step of an optimizer on x moves
     x / w by 1 / w as much. So w stays above floor / (1 + d) where d peers get equal shares and the
-    rank keeps one. What arrives
-    between two calls (`comm.progress()`, `comm.background()`, other waits) is put aside, and x is
-    touched in `send`, `fold`, `close` and `state_dict` only. Memory: two messages an in-edge, up
-    to two an out-edge, one more put aside; a topology that varies has all its edges.
+    rank keeps one. What arrives between two calls (`comm.progress()`, `comm.background()`, other
+    waits) is put aside, and x is touched in `send`, `fold`, `close` and `state_dict` only. Memory:
+    two messages an in-edge, up to two an out-edge, one more put aside; a topology that varies has
+    all its edges.
 
     Args:
         comm: A Comm. Making, closing, saving and loading are collective calls on its stream.
