@@ -1,6 +1,7 @@
 """Where the parameters lie that `attach` mixes, and who may move them."""
 
 import time
+import weakref
 
 import pytest
 from loops import (
@@ -136,3 +137,14 @@ def test_backward_does_not_mistake_the_mean_for_the_model_of_forward(comm, spec)
         loss = loss_of(model, comm.rank, comm.size)
         with sync.averaged(), pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+@pytest.mark.ranks(2)
+def test_the_mean_model_is_let_go(comm):
+    model = perceptron()
+    optimizer = sgd_of(model)
+    with rx.attach(model, optimizer, rx.Decentralized(), comm=comm) as sync:
+        train(comm, model, optimizer, 2)
+        with sync.averaged():
+            mean = weakref.ref(sync._engine.parts[0]._shown[0].own)
+        assert mean() is None

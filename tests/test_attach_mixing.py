@@ -144,8 +144,11 @@ def test_detach_leaves_no_trace(comm):
         with pytest.raises(ValueError, match="attached already"):
             rx.attach(model, optimizer, Average(), comm=comm)
         train(comm, model, optimizer, 2)
+        low = sync._engine.parts[0].flat.data_ptr()
+        high = low + sync._engine.parts[0].flat.nbytes
     sync.detach()
     assert traces(model, optimizer) == before
+    assert not any(low <= p.data_ptr() < high for p in model.parameters())
     memory = [p.untyped_storage() for p in model.parameters()]
     assert len({m.data_ptr() for m in memory}) == len(memory)
     assert all(m.nbytes() == p.nbytes for m, p in zip(memory, model.parameters(), strict=True))

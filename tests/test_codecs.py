@@ -119,6 +119,18 @@ def test_decode_follow_adds_what_is_finite(x, codec, odd):
     assert (replica == expected).all()
 
 
+def test_what_decodes_beyond_the_largest_float_is_not_followed():
+    codec, replica = MinMaxUInt8(), np.ones(64, np.float32)
+    most = 0.999 * np.finfo(np.float32).max
+    x = np.linspace(-most, most, 64).astype(np.float32)
+    payload = encoded(codec, x)
+    with np.errstate(over="ignore"):
+        change = decoded(codec, payload, x)
+        codec.decode_follow(payload, replica)
+    assert not np.isfinite(change).all()
+    assert (replica == np.where(np.isfinite(change), 1 + change, 1)).all()
+
+
 @pytest.mark.parametrize("codec", ALL, ids=repr)
 def test_zeros_stay_zero(codec):  # check 1
     for dtype in (np.float32, np.float64):

@@ -64,9 +64,11 @@ def test_law_sgp_while_adapting_sends_before_the_gradient_and_folds_before_its_s
             x = np.ones(5)
             opt = rx.SGP(graph, order=WHILE).bind(comm, x, lr=lr)
             got = descend(opt, x, grad, 30)
+            assert len(opt.flight) == 1, "it travels while the next gradient is computed"
             mean = rx.allreduce(comm, opt.y + sum(m.wait()[0] for _, m in opt.flight), op=rx.MEAN)
             np.testing.assert_allclose(opt.mean(), mean, rtol=1e-12)
             opt.finish()
+            np.testing.assert_allclose(x, opt.y / opt.w, rtol=1e-12)
             return got.tobytes() == np.array(seen).tobytes()
 
     assert all(simulate((3, 5, 8)[seed], run, seed, delayed=seed > 0))
@@ -452,6 +454,21 @@ def test_a_slow_step_is_whole_whatever_was_on_its_way(inner, average):
         u = 0.5 * u + 2
         z -= 0.125 * u
     np.testing.assert_allclose(simulate(4, run), z)
+
+
+@pytest.mark.parametrize("spec", [rx.OSGP(1), rx.OSGP(None), rx.SGP(order=WHILE)], ids=str)
+def test_the_model_is_what_it_was_replaced_by(spec):
+    def run():
+        with rx.Comm.world() as comm:
+            x = np.ones(3)
+            opt = spec.bind(comm, x, lr=0.1)
+            opt.step(np.zeros(3))
+            assert opt.weight != 1
+            opt.replace(np.full(3, 2.0))
+            np.testing.assert_allclose(opt.y / opt.weight, 2.0)
+            opt.finish()
+
+    simulate(2, run)
 
 
 def test_a_biased_model_is_replaced_as_it_is():

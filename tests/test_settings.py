@@ -26,14 +26,13 @@ def test_names_set_by_the_tools_are_left_alone():
     assert Settings.read({"RELAXMPI_LAB": "hosts=4", "RELAXMPI_TEST_MPI": "x"}) == Settings()
 
 
-def test_ranks_that_share_cores_yield_at_once(monkeypatch):
-    from mpi4py import MPI
-
+@pytest.mark.ranks(1)
+def test_ranks_that_share_cores_yield_at_once(comm, monkeypatch):
     from relaxmpi.primitives.world_mpi import MpiWorld
 
     monkeypatch.delenv("OMPI_MCA_mpi_yield_when_idle", raising=False)
     cores = len(os.sched_getaffinity(0))
-    assert MpiWorld(MPI.COMM_SELF, (0,) * cores)._patient > 0
-    assert MpiWorld(MPI.COMM_SELF, (0,) * (cores + 1))._patient == 0
+    assert MpiWorld(comm.mpi, (0,) * cores)._patient > 0
+    assert MpiWorld(comm.mpi, (0,) * (cores + 1))._patient == 0
     monkeypatch.setenv("OMPI_MCA_mpi_yield_when_idle", "1")
-    assert MpiWorld(MPI.COMM_SELF, (0,))._patient == 0
+    assert MpiWorld(comm.mpi, (0,))._patient == 0
