@@ -121,7 +121,7 @@ def test_decode_follow_adds_what_is_finite(x, codec, odd):
 
 def test_what_decodes_beyond_the_largest_float_is_not_followed():
     codec, replica = MinMaxUInt8(), np.ones(64, np.float32)
-    most = 0.999 * np.finfo(np.float32).max
+    most = 0.999 * float(np.finfo(np.float32).max)
     x = np.linspace(-most, most, 64).astype(np.float32)
     payload = encoded(codec, x)
     with np.errstate(over="ignore"):
