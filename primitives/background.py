@@ -14,7 +14,7 @@ from relaxmpi.primitives.work import run_in_background
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from relaxmpi.primitives.work import Queue
+    from relaxmpi.primitives.queue import Queue
 
 __all__ = ["Background"]
 

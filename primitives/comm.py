@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from relaxmpi.primitives.agreement import nothing
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.errors import RelaxError
+from relaxmpi.primitives.queue import Queue
 from relaxmpi.primitives.settings import Settings
 from relaxmpi.primitives.stream import Stream
-from relaxmpi.primitives.work import Queue
 from relaxmpi.primitives.world import entered
 
 if TYPE_CHECKING:

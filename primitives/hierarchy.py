@@ -12,9 +12,10 @@ from relaxmpi.primitives.comm import Comm
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.gossip.nodes import NodePatience, by_node, of_cross
 from relaxmpi.primitives.ops import MEAN, SUM, Op
+from relaxmpi.primitives.queue import Queue
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.wire import Coded, Wire, chunks
-from relaxmpi.primitives.work import Flow, Queue, Work
+from relaxmpi.primitives.work import Flow, Work
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.gossip.routes import Route

@@ -13,10 +13,11 @@ from relaxmpi.primitives.door import Door
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
 from relaxmpi.primitives.gossip.edges import Edges, Exchange
 from relaxmpi.primitives.notices import NoticeBoard
+from relaxmpi.primitives.queue import Queue
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
 from relaxmpi.primitives.stats import Stats
-from relaxmpi.primitives.work import Flow, Patience, Queue, Work, running_queue
+from relaxmpi.primitives.work import Flow, Patience, Work, running_queue
 from relaxmpi.primitives.world import Link, Mailbox, World
 
 if TYPE_CHECKING:

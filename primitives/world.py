@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import MutableSet, Sequence
 
+    from relaxmpi.primitives.queue import Queue
     from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.schedules import FlatSchedule
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.stats import Stats
     from relaxmpi.primitives.stream import Stream
-    from relaxmpi.primitives.work import Queue
 
 __all__ = ["Link", "Mailbox", "World", "enter", "entered"]
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection, MutableSet, Sequence
 
     from relaxmpi.primitives.background import Background
+    from relaxmpi.primitives.queue import Queue
     from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.stats import Stats
     from relaxmpi.primitives.stream import Stream
-    from relaxmpi.primitives.work import Queue
 
 __all__ = ["MpiWorld", "open_comms", "outliving"]
 

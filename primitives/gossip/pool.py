@@ -8,7 +8,8 @@ from inspect import GEN_CLOSED, getgeneratorstate
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from relaxmpi.primitives.errors import RelaxError
-from relaxmpi.primitives.work import WORTH_WATCHING, Queue, Work, agreed
+from relaxmpi.primitives.queue import WORTH_WATCHING, Queue
+from relaxmpi.primitives.work import Work, agreed
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.stats import Stats

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from relaxmpi.primitives.recorder import Cause
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.work import Queue
+    from relaxmpi.primitives.queue import Queue
 
 __all__ = ["Ended", "Rank", "Ticket"]
 

@@ -19,10 +19,10 @@ from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.transport import Every, Request, Turn
 
 if TYPE_CHECKING:
+    from relaxmpi.primitives.queue import Queue
     from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.simulation.fabric import Fabric
     from relaxmpi.primitives.stream import Stream
-    from relaxmpi.primitives.work import Queue
 
 __all__ = ["RankWorld"]
 
