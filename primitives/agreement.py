@@ -8,10 +8,10 @@ arguments were refused takes part with a hash of the refusal, so that nobody wai
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from relaxmpi.primitives.transport import Request
 from relaxmpi.primitives.work import Flow
 from relaxmpi.primitives.world import Link
 
-__all__ = ["Lane", "after", "before", "nothing"]
+__all__ = ["ByMaximum", "Lane", "Table", "Vote", "nothing"]
 
 T = TypeVar("T")
 
@@ -37,64 +37,157 @@ def _hash(what: tuple[Hashable, ...]) -> int:
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
+class Vote(Protocol):
+    """What one rank says in an agreement, under way to all others.
+
+    Attributes:
+        request: Done when all ranks have said theirs.
+        equal: Whether all said the same; afterwards.
+    """
+
+    request: Request
+
+    @property
+    def equal(self) -> bool:
+        """See above."""
+
+
+class Table(Protocol):
+    """Where ranks vote, one vote after the other."""
+
+    size: int
+
+    def vote(self, code: int) -> Vote:
+        """Say a number of up to 62 bits."""
+
+
+class ByMaximum:
+    """Votes over a link: one all-reduce of (code, -code) with MAX."""
+
+    def __init__(self, link: Link) -> None:
+        self._link, self.size = link, link.size
+        self._spare: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def vote(self, code: int) -> Vote:
+        """See `Table`."""
+        mine, all_ = self._spare.pop() if self._spare else (np.empty(2, "i8"), np.empty(2, "i8"))
+        mine[0], mine[1] = code, -code
+        return _Maximum(self._link.imax(mine, all_), (mine, all_), self._spare)
+
+
+class _Maximum:
+    __slots__ = ("_arrays", "_spare", "request")
+
+    def __init__(
+        self,
+        request: Request,
+        arrays: tuple[np.ndarray, np.ndarray],
+        spare: list[tuple[np.ndarray, np.ndarray]],
+    ) -> None:
+        self.request, self._arrays, self._spare = request, arrays, spare
+
+    @property
+    def equal(self) -> bool:
+        _, all_ = self._arrays
+        self._spare.append(self._arrays)
+        return bool(all_[0] == -all_[1])
+
+
 class Lane:
-    """Agreements on one link, in order.
+    """Agreements at one table, in order.
 
     A Comm has two: one for calls as they are started, whose agreement may overtake the data of
     earlier calls, and one for primitives inside primitives, which agree when they run.
     """
 
-    def __init__(self, link: Link, ordered: Link, stats: Stats) -> None:
+    def __init__(self, table: Table, ordered: Link, stats: Stats) -> None:
         # Descriptions are gathered when a flow runs, when later calls may have agreed already:
         # on a link that is only used in the order in which flows run.
-        self._link, self._ordered, self._stats = link, ordered, stats
+        self._table, self._ordered, self._stats = table, ordered, stats
         self._count = 0
-        self._spare: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def post(self, call: Call, *, first: bool = True) -> Flow[None]:
-        """Take part at once; the flow returned completes, or raises, when all ranks have.
+    def after(self, call: Call, flow: Flow[T]) -> Flow[T]:
+        """Vote now; the flow returned begins when all ranks have agreed.
+
+        Nothing of `flow` runs where they do not.
+        """
+        if self._table.size == 1:
+            return _alone(call, flow)
+        return self._after(call, self._post(call), flow)
+
+    def around(
+        self, call: Call, begun: Request, flow: Flow[T], take_back: Callable[[], None]
+    ) -> Flow[T]:
+        """Vote now; the flow returned goes on with one that has begun, when all have agreed.
 
         Args:
-            call: What this rank is about to do.
-            first: Whether the agreement comes before the data, or ends the call.
+            call: What this rank has begun.
+            begun: What the flow waits for.
+            flow: The flow.
+            take_back: Undoes its beginning, where the ranks do not agree.
         """
-        if self._link.size == 1:
-            return self._alone(call)
-        mine, all_ = self._spare.pop() if self._spare else (np.empty(2, "i8"), np.empty(2, "i8"))
+        return self._around(call, self._post(call), begun, flow, take_back)
+
+    def before(self, call: Call, flow: Flow[T]) -> Flow[T]:
+        """Vote now; the flow returned is that of a rehearsed call, which its agreement ends."""
+        if self._table.size == 1:
+            return _alone(call, flow)
+        return self._before(call, self._post(call), flow)
+
+    def _post(self, call: Call) -> tuple[int, Vote]:
         number = self._count
-        self._count += 1
-        refused = "" if call.refusal is None else type(call.refusal).__name__
-        code = (_hash((refused, *call.what) if refused else call.what) ^ (number * _GOLDEN)) & _MASK
-        mine[0], mine[1] = code, -code
-        request = self._link.imax(mine, all_)
+        self._count = number + 1
         self._stats.header_bytes += 16
-        return self._finish(call, number, request, mine, all_, first)
+        refusal = call.refusal
+        what = call.what if refusal is None else (type(refusal).__name__, *call.what)
+        return number, self._table.vote((_hash(what) ^ (number * _GOLDEN)) & _MASK)
 
-    def _alone(self, call: Call) -> Flow[None]:
-        if call.refusal is not None:
-            raise call.agreed_refusal()
-        yield from ()
+    def _after(self, call: Call, posted: tuple[int, Vote], flow: Flow[T]) -> Flow[T]:
+        number, vote = posted
+        try:
+            yield vote.request
+            if not vote.equal:
+                yield from self._disagree(call, number, True)
+            if call.refusal is not None:
+                raise call.agreed_refusal()
+        except BaseException:
+            flow.close()
+            raise
+        return (yield from flow)
 
-    def _finish(
+    def _around(
         self,
         call: Call,
-        number: int,
-        request: Request,
-        mine: np.ndarray,
-        all_: np.ndarray,
-        first: bool,
-    ) -> Flow[None]:
-        yield request
-        equal = all_[0] == -all_[1]
-        self._spare.append((mine, all_))
-        if not equal:
-            yield from self._disagree(call, number, first)
+        posted: tuple[int, Vote],
+        begun: Request,
+        flow: Flow[T],
+        take_back: Callable[[], None],
+    ) -> Flow[T]:
+        number, vote = posted
+        try:
+            yield vote.request
+            if not vote.equal:
+                take_back()
+                yield from self._disagree(call, number, True)
+            yield begun
+        except BaseException:
+            flow.close()
+            raise
+        return (yield from flow)
+
+    def _before(self, call: Call, posted: tuple[int, Vote], flow: Flow[T]) -> Flow[T]:
+        number, vote = posted
         if call.refusal is not None:
-            raise call.agreed_refusal()
+            raise call.refusal  # the peers are in the middle of this call
+        result = yield from flow
+        yield vote.request
+        if not vote.equal:
+            yield from self._disagree(call, number, False)
+        return result
 
     def _disagree(self, call: Call, number: int, first: bool) -> Flow[NoReturn]:
         said = np.frombuffer(str(call).encode()[:_WIDTH].ljust(_WIDTH), "u1").copy()
-        heard = np.empty((self._link.size, _WIDTH), "u1")
+        heard = np.empty((self._ordered.size, _WIDTH), "u1")
         yield self._ordered.igather(said, heard)
         by_text: dict[str, list[int]] = {}
         for rank, row in enumerate(heard):
@@ -111,23 +204,10 @@ class Lane:
         raise error
 
 
-def after(agreement: Flow[None], flow: Flow[T]) -> Flow[T]:
-    """Return the flow behind its agreement; nothing of it runs where that fails."""
-    try:
-        yield from agreement
-    except BaseException:
-        flow.close()
-        raise
-    return (yield from flow)
-
-
-def before(agreement: Flow[None], flow: Flow[T], call: Call) -> Flow[T]:
-    """Return the flow of a rehearsed call, which its agreement ends."""
+def _alone(call: Call, flow: Flow[T]) -> Flow[T]:
     if call.refusal is not None:
-        raise call.refusal  # the peers are in the middle of this call
-    result = yield from flow
-    yield from agreement
-    return result
+        raise call.agreed_refusal()
+    return flow
 
 
 def nothing() -> Flow[Any]:

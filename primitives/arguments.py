@@ -12,7 +12,7 @@ from relaxmpi.primitives.devices import Device, Flat, device_of
 from relaxmpi.primitives.feedback import ErrorFeedback
 from relaxmpi.primitives.gossip.difference import Replicas
 from relaxmpi.primitives.ops import Op
-from relaxmpi.primitives.wire import Wire, wire_for
+from relaxmpi.primitives.wire import Plain, Wire, wire_for
 from relaxmpi.primitives.work import Flow
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def check_op(dtype: str, op: Op, codec: Lossy | None) -> None:
         raise TypeError(
             f"MEAN needs a float dtype, for means are seldom integers: convert the {dtype} first"
         )
-    if not op.additive and dtype.startswith("complex"):
+    if dtype.startswith("complex") and not op.additive:
         raise TypeError(f"{op.name} has no meaning for {dtype}: complex numbers have no order")
     if op is Op.SUM and dtype == "bool":
         raise TypeError("the SUM of bool overflows: convert to an integer, or use MAX for any()")
@@ -119,19 +119,19 @@ def claimed(
 ) -> Flow[Any]:
     """The flow in order, to which the memory around the codec, if any, belongs until it ends."""
     flow = ordered(comm, flat, flow)
-    if isinstance(codec, ErrorFeedback):
+    if codec is not None and isinstance(codec, ErrorFeedback):
         codec.claim(flow, verb, f"{len(flat.data)} x {flat.dtype}", comm.layout)
     return flow
 
 
 def wire_of(comm: Comm, flat: Flat, codec: Lossy | None, name: str, step: int | None) -> Wire:
     """The wire of a call that has been agreed on."""
-    flat = flat._replace(device=comm.priced(flat.device))
+    device = comm.priced(flat.device)
     if codec is None:
-        return wire_for(flat, None, _NO_KEY, comm.scratch)
+        return Plain(device, flat.dtype, comm.scratch)
     when = comm.next_step(name) if step is None else whole(step)
     key = Key(name=name, step=when, rank=comm.rank)
-    return wire_for(flat, codec, key, comm.scratch, comm.priced)
+    return wire_for(flat._replace(device=device), codec, key, comm.scratch, comm.priced)
 
 
 def ordered(comm: Comm, flat: Flat, flow: Generator[Any, None, Any]) -> Flow[Any]:

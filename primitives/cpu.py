@@ -96,7 +96,7 @@ class Cpu:
             a = np.ascontiguousarray(a)
         if writable and not a.flags.writeable:
             raise ValueError("the array is read-only: pass a copy, or a writable out=")
-        return Flat(a.reshape(-1), name, shape, self)
+        return Flat(a if a.ndim == 1 else a.reshape(-1), name, shape, self)
 
     def empty(self, count: int, dtype: str) -> Any:
         """Return uninitialised scratch."""

@@ -26,12 +26,16 @@ class Plan(Generic[T]):
     Attributes:
         call: What the ranks must agree on.
         flow: What carries it out.
+        take_back: Undoes the first step of the flow, where that may come before the agreement
+            because it changes nothing that anybody looks at unasked; None where it may not.
     """
 
-    __slots__ = ("call", "flow")
+    __slots__ = ("call", "flow", "take_back")
 
-    def __init__(self, call: Call, flow: Flow[T]) -> None:
-        self.call, self.flow = call, flow
+    def __init__(
+        self, call: Call, flow: Flow[T], take_back: Callable[[], None] | None = None
+    ) -> None:
+        self.call, self.flow, self.take_back = call, flow, take_back
 
 
 class Primitive(Generic[P, T]):
@@ -50,23 +54,23 @@ class Primitive(Generic[P, T]):
     def __call__(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Block until done and return the result."""
         with door_of(comm, self.__name__):
-            return self._submit(comm, *args, **kwargs).wait()
+            return comm.run(self._checked(comm, *args, **kwargs))
 
     def start(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
         """Start the call and return at once; the buffers belong to the Work until it is done."""
         with door_of(comm, self.__name__):
-            return self._submit(comm, *args, **kwargs)
+            plan = self._checked(comm, *args, **kwargs)
+            return comm.submit(plan.call, plan.flow)
 
     def flow(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> Flow[T]:
         """Return the flow, for `yield from` inside another primitive."""
         return self._build(comm, *args, **kwargs)
 
-    def _submit(self, comm: Comm, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
+    def _checked(self, comm: Comm, *args: P.args, **kwargs: P.kwargs) -> Plan[T]:
         try:
-            flow, refusal = self._build(comm, *args, **kwargs), None
+            return Plan(Call((self.__name__,)), self._build(comm, *args, **kwargs))
         except Exception as error:
-            flow, refusal = nothing(), error
-        return comm.submit(Call((self.__name__,), refusal), flow)
+            return Plan(Call((self.__name__,), error), nothing())
 
 
 class Verb(Primitive[P, T]):
@@ -80,10 +84,6 @@ class Verb(Primitive[P, T]):
         """Return the flow, for `yield from` inside another primitive."""
         plan = self._checked(comm, *args, **kwargs)
         return comm.agreed(plan.call, plan.flow)
-
-    def _submit(self, comm: Comm, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        plan = self._checked(comm, *args, **kwargs)
-        return comm.submit(plan.call, plan.flow)
 
     def _checked(self, comm: Comm, *args: P.args, **kwargs: P.kwargs) -> Plan[T]:
         try:

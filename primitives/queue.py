@@ -6,12 +6,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from inspect import GEN_CLOSED, getgeneratorstate
+from typing import Any, TypeVar, cast
 
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
 from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.transport import Request
-from relaxmpi.primitives.work import Flow, Patience, Work, agreed, running_queue
+from relaxmpi.primitives.work import Flow, Patience, Work, agreed, enter_queue, running_queue
 from relaxmpi.primitives.world import World
 
 __all__ = ["WORTH_WATCHING", "Queue"]
@@ -38,6 +39,7 @@ class Queue:
         self._stats, self._world = stats, world
         self.now: Callable[[], float] = world.now
         self._watched = 0.0
+        self.moved = 0.0  # when something was last begun to be waited for
         self.broken: RelaxError | None = None
         self.filled: threading.Event | None = None
         self.together: list[Queue] = [] if beside is None else beside.together
@@ -62,6 +64,16 @@ class Queue:
         return not self._works
 
     @property
+    def alone(self) -> bool:
+        """Whether a call has this queue, and those that move with it, to itself."""
+        if self.pollers or self.filled:
+            return False
+        for queue in self.together:
+            if queue._works:
+                return False
+        return True
+
+    @property
     def all_idle(self) -> bool:
         """Whether nothing is pending here or in a queue that moves with this one."""
         return all(queue.idle for queue in self.together)
@@ -69,6 +81,62 @@ class Queue:
     def submit(self, flow: Flow[T], call: Callable[[], str], patience: Patience) -> Work[T]:
         """Append a flow and let it run as far as it can."""
         return self._take(Work(self, flow, call, patience), None)
+
+    def run(self, flow: Flow[T], call: Callable[[], str], patience: Callable[[], Patience]) -> T:
+        """Run a flow to its end and return its result.
+
+        One that is `alone` and ends soon never becomes a work: the upkeep of a work costs as
+        much as the messages of a call.
+        """
+        request: Request | None = None
+        world, brisk = self._world, self._world.brisk
+        if brisk and self.alone:
+            begin = now = self.now()
+            looked = False
+            outer = enter_queue(self)
+            try:
+                while now - begin < brisk:
+                    try:
+                        done = request is None or request.test()
+                    except Exception as error:
+                        if not hasattr(error, "Get_error_class"):
+                            raise
+                        request = flow.throw(error)
+                        continue
+                    if done:
+                        request, looked = next(flow), False
+                        continue
+                    now = self.now()
+                    if not looked:
+                        looked, self.moved = True, now
+                    world.rest(self, now - begin, None)
+            except StopIteration as stop:
+                self._stats.waited += self.now() - begin
+                self._ran(patience)
+                return cast("T", stop.value)
+            except BaseException as error:
+                work = Work(self, flow, call, patience())
+                if getgeneratorstate(flow) == GEN_CLOSED:
+                    self._ran_badly(work, error)
+                else:  # a signal handler's: the messages are under way all the same
+                    self._take(work, request)
+                raise
+            finally:
+                enter_queue(outer)
+            self._stats.waited += self.now() - begin
+        return self._take(Work(self, flow, call, patience()), request).wait()
+
+    def _ran(self, patience: Callable[[], Patience]) -> None:
+        """Count a call that never became a work."""
+        counted = patience()
+        counted.begin()
+        counted.end()
+
+    def _ran_badly(self, work: Work[Any], error: BaseException) -> None:
+        """Count such a call that failed, and see who must hear of it."""
+        work.patience.end()
+        if work.patience.size > 1 and not agreed(error):
+            self._fail(work, error)
 
     def _take(self, work: Work[T], request: Request | None) -> Work[T]:
         """Append a work that waits for a request, or has not begun."""

@@ -8,6 +8,7 @@ rank decodes the same bytes, the owner too, so all end bit-identical.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from relaxmpi.primitives.devices import Device
@@ -40,6 +41,13 @@ class FlatSchedule:
 
     def __init__(self, comm: Stream) -> None:
         self._comm = comm
+
+    def undoing(self, device: Device) -> Callable[[], None] | None:
+        """Return what undoes the first step of an all-reduce in full precision.
+
+        None where that step must not come before the agreement.
+        """
+        return None
 
     def allreduce(self, device: Device, x: Any, out: Any, op: Op, wire: Wire) -> Flow[None]:
         """Reduce `x` over the ranks into `out`, which may be `x`."""

@@ -23,6 +23,8 @@ class Settings:
             of MPI's rendezvous threshold, which is 1 MiB where `Comm.world()` started Open MPI
             and could raise it, and taken for 64 KiB elsewhere.
         ranks_per_node: Pretend that nodes hold this many consecutive ranks (0: ask the hosts).
+        shared_memory: Whether ranks of one host may talk through memory that they share (0 or 1);
+            without it, or where a rank cannot, all of them send messages.
 
     Example:
         >>> Settings.read({"RELAXMPI_TIMEOUT": "5"}).timeout
@@ -34,11 +36,14 @@ class Settings:
     max_message: int = 2**30
     segment: int = 0
     ranks_per_node: int = 0
+    shared_memory: int = 1
 
     def __post_init__(self) -> None:
         for name in ("timeout", "warn_after", "max_message"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{_PREFIX}{name.upper()} must be above zero")
+        if self.shared_memory not in (0, 1):
+            raise ValueError(f"{_PREFIX}SHARED_MEMORY must be 0 or 1")
         for name, meaning in (("ranks_per_node", "asks the hosts"), ("segment", "asks MPI")):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_PREFIX}{name.upper()} must not be negative (0 {meaning})")

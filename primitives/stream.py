@@ -6,7 +6,7 @@ from collections import Counter
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from relaxmpi.primitives.agreement import Lane, after, before
+from relaxmpi.primitives.agreement import ByMaximum, Lane, Table
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.door import Door
@@ -21,10 +21,11 @@ from relaxmpi.primitives.work import Flow, Patience, Work, running_queue
 from relaxmpi.primitives.world import Link, Mailbox, World
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable
+    from collections.abc import Callable, Collection, Hashable, Sequence
 
     from relaxmpi.primitives.gossip.routes import Route
     from relaxmpi.primitives.gossip.verb import Move
+    from relaxmpi.primitives.primitive import Plan
     from relaxmpi.primitives.transport import Transport
 
 __all__ = ["Stream"]
@@ -51,6 +52,7 @@ class Stream:
         self.steps: Counter[str] = Counter()
         data, started, ordered = world.link(), world.link(), world.link()
         self._links: tuple[Link, ...] = data, started, ordered
+        self.shared = world.share(settings.shared_memory == 1)
         self._notices = NoticeBoard(
             world, ordered, settings.timeout, settings.warn_after, self.stats
         )
@@ -58,8 +60,10 @@ class Stream:
         world.comms.add(self)
         if world.recorder is not None:
             world.recorder.made(self.stats)
-        self._started = Lane(started, ordered, self.stats)
-        self._inside = Lane(ordered, ordered, self.stats)
+        tables: Sequence[Table] = [ByMaximum(started), ByMaximum(ordered)]
+        if self.shared is not None:
+            tables = self.shared.boards
+        self._started, self._inside = (Lane(table, ordered, self.stats) for table in tables)
         self._host = data.transport(settings, self.stats, len(set(self.nodes)))
         self._transports: dict[str, Transport] = {}
         self._scratch: dict[tuple[str, str, int], Any] = {}
@@ -139,24 +143,47 @@ class Stream:
 
     def submit(self, call: Call, flow: Flow[T], patience: Patience | None = None) -> Work[T]:
         """Append a flow to the stream; its agreement is posted now."""
-        queue, recorder = self.queue, self._world.recorder
+        recorder, span = self._world.recorder, None
         self.usable(call)
-        span = None
         if recorder is not None:
             recorder.enter()
             span = recorder.call(self, call.what)
-        if self.mark:
-            call.what = (*call.what, self.mark)
-        if self.rehearsed:
-            flow = before(self._started.post(call, first=False), flow, call)
-        else:
-            flow = after(self._started.post(call), flow)
+        flow = self._behind(call, flow)
         if recorder is not None and span is not None:
             flow = recorder.until_done(span, self, flow)
-        work = queue.submit(flow, call.__str__, patience or self._notices)
+        work = self.queue.submit(flow, call.__str__, patience or self._notices)
         if recorder is not None:
             recorder.leave()
         return work
+
+    def run(self, plan: Plan[T]) -> T:
+        """Do the same in a blocking call, and return the result."""
+        call, flow, queue = plan.call, plan.flow, self.queue
+        if self._world.recorder is not None:
+            return self.submit(call, flow).wait()
+        self.usable(call)
+        if plan.take_back is not None and not self.rehearsed and queue.alone:
+            flow = self._begun(call, flow, plan.take_back)
+        else:
+            flow = self._behind(call, flow)
+        return queue.run(flow, call.__str__, self._look_after)
+
+    def _begun(self, call: Call, flow: Flow[T], take_back: Callable[[], None]) -> Flow[T]:
+        """Take the first step of a flow, then vote: who has nothing else to do waits once."""
+        if self.mark:
+            call.what = (*call.what, self.mark)
+        return self._started.around(call, next(flow), flow, take_back)
+
+    def _behind(self, call: Call, flow: Flow[T]) -> Flow[T]:
+        """Post the agreement and return the flow behind it, or, when rehearsed, before it."""
+        if self.mark:
+            call.what = (*call.what, self.mark)
+        if self.rehearsed:
+            return self._started.before(call, flow)
+        return self._started.after(call, flow)
+
+    def _look_after(self) -> Patience:
+        return self._notices
 
     @property
     def seat(self) -> tuple[int, int]:
@@ -217,11 +244,12 @@ class Stream:
             RelaxError: The Comm is closed, or the caller is inside a primitive.
             BrokenComm: It broke earlier.
         """
+        queue = self.queue
         if self.closed:
             raise RelaxError(f"{call}: this Comm is closed")
-        if self.queue.broken is not None:
-            raise BrokenComm(f"{call}: this Comm broke earlier: {self.queue.broken}")
-        if self.queue.inside():
+        if queue.broken is not None:
+            raise BrokenComm(f"{call}: this Comm broke earlier: {queue.broken}")
+        if queue.inside():
             raise RelaxError(
                 f"{call}: a call inside a primitive would wait for itself; write "
                 "`yield from verb.flow(...)` there"
@@ -236,10 +264,9 @@ class Stream:
             )
         recorder = self._world.recorder
         if recorder is None:
-            return (yield from after(self._inside.post(call), flow))
+            return (yield from self._inside.after(call, flow))
         span = recorder.call(self, call.what, inner=True)
-        flow = after(self._inside.post(call), flow)
-        return (yield from recorder.until_done(span, self, flow))
+        return (yield from recorder.until_done(span, self, self._inside.after(call, flow)))
 
     @cached_property
     def edges(self) -> Edges:

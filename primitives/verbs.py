@@ -100,7 +100,8 @@ def _reduction(
             yield from comm.schedule.allreduce(flat.device, flat.data, target.data, op, wire)
         return result
 
-    return Plan(call, claimed(comm, codec, "allreduce", flat, flow()))
+    take_back = comm.schedule.undoing(flat.device) if codec is None and len(flat.data) else None
+    return Plan(call, claimed(comm, codec, "allreduce", flat, flow()), take_back)
 
 
 def _reduce_number(
@@ -120,7 +121,7 @@ def _reduce_number(
         yield from plan.flow
         return array[0] if isinstance(x, np.generic) else array[0].item()
 
-    return Plan(call, flow())
+    return Plan(call, flow(), plan.take_back)
 
 
 @Verb

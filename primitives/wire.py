@@ -143,6 +143,25 @@ class Plain:
         if op is Op.MEAN:
             self._device.divide(total, n)
 
+    def reduced(self, parts: list[Any], out: Any, op: Op, own: int = 0) -> Any:
+        """Return the finished total of what all ranks gave, in `out` where the formats are equal.
+
+        It is reduced in the order of ranks. Where `out` is the memory of one of the parts it must
+        be that of rank `own`, and the first part may be written to.
+        """
+        reduce, so_far = self._device.reduce, parts[0]
+        if self.work == self.dtype:
+            for r, part in enumerate(parts[1:], 1):
+                into = out if r >= own else so_far
+                reduce(op, so_far, part, into)
+                so_far = into
+        else:
+            so_far = self._device.cast(so_far, self.dtype, self.work)
+            for part in parts[1:]:
+                reduce(op, so_far, self._device.cast(part, self.dtype, self.work), so_far)
+        self.finish(so_far, op, len(parts))
+        return so_far
+
     def unpack(self, payload: Any, out: Any, op: Op, n: int) -> None:
         """Copy, unless it is there."""
         if payload is not out:

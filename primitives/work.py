@@ -18,6 +18,7 @@ __all__ = [
     "Patience",
     "Work",
     "agreed",
+    "enter_queue",
     "in_background",
     "run_in_background",
     "running_queue",
@@ -33,6 +34,13 @@ _here = threading.local()
 def running_queue() -> Queue | None:
     """Return the queue whose flow this thread is advancing, if any."""
     return getattr(_here, "queue", None)
+
+
+def enter_queue(queue: Queue | None) -> Queue | None:
+    """Note whose flow this thread advances from now on; returns whose it was."""
+    before: Queue | None = getattr(_here, "queue", None)
+    _here.queue = queue
+    return before
 
 
 def in_background() -> bool:
@@ -93,7 +101,8 @@ class Work(Generic[T]):
 
     def post(self) -> None:
         """Begin to wait for something new."""
-        self.posted, self.waited = self._queue.now(), 0.0
+        self.posted = self._queue.moved = self._queue.now()
+        self.waited = 0.0
 
     def test(self) -> bool:
         """Make progress and say whether the work is done, well or badly; never blocks."""
@@ -144,7 +153,7 @@ class Work(Generic[T]):
                 return True
 
     def _run(self, failed: Exception | None) -> bool:
-        before, _here.queue = running_queue(), self._queue
+        before = enter_queue(self._queue)
         try:
             self._request = next(self._flow) if failed is None else self._flow.throw(failed)
         except StopIteration as stop:
@@ -155,7 +164,7 @@ class Work(Generic[T]):
             self.post()
             return False
         finally:
-            _here.queue = before
+            enter_queue(before)
         self._done = True
         self.ended = self._queue.now()
         self.patience.end()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.schedules import FlatSchedule
     from relaxmpi.primitives.settings import Settings
+    from relaxmpi.primitives.shared import Shared
     from relaxmpi.primitives.stats import Stats
     from relaxmpi.primitives.stream import Stream
 
@@ -155,6 +156,13 @@ class World(Protocol):
 
     def link(self) -> Link:
         """Return a new private lane of all ranks; collective."""
+
+    def share(self, wanted: bool) -> Shared | None:
+        """Return memory that all ranks see, or on all ranks None; collective.
+
+        Args:
+            wanted: Whether this rank wants any.
+        """
 
     def split(self, color: int | None, key: int) -> World | None:
         """Return the World of the ranks with the same colour, ordered by key; collective."""

@@ -11,6 +11,8 @@ from mpi4py import MPI
 
 from relaxmpi.primitives.mailbox_mpi import MpiMailbox
 from relaxmpi.primitives.schedules import FlatSchedule
+from relaxmpi.primitives.shared import Shared, share
+from relaxmpi.primitives.shared_schedule import SharedSchedule
 from relaxmpi.primitives.transport import Request
 from relaxmpi.primitives.transport_mpi import MpiTransport
 
@@ -124,6 +126,10 @@ class MpiWorld:
         self.rank, self.size = mpi.rank, mpi.size
 
     @cached_property
+    def _yielding(self) -> bool:
+        return os.environ.get(_YIELD) == "1"
+
+    @cached_property
     def _patient(self) -> float:
         """Seconds to look without giving the core away.
 
@@ -131,11 +137,17 @@ class MpiWorld:
         own setting says what to do.
         """
         crowded = self.nodes.count(self.nodes[self.rank]) > len(os.sched_getaffinity(0))
-        return 0.0 if crowded or os.environ.get(_YIELD) == "1" else _ALONE
+        return 0.0 if crowded or self._yielding else _ALONE
 
     def link(self) -> MpiLink:
         """See `World`."""
         return MpiLink(self.mpi)
+
+    def share(self, wanted: bool) -> Shared | None:
+        """See `World`: there is some inside one host."""
+        if self.size == 1 or len(set(self.nodes)) > 1:
+            return None
+        return share(self.mpi, wanted)
 
     def split(self, color: int | None, key: int) -> MpiWorld | None:
         """See `World`."""
@@ -205,10 +217,17 @@ class MpiWorld:
         """Real time passes by itself."""
 
     def rest(self, queue: Queue, waited: float, timeout: float | None) -> None:
-        """Look on, then yield, then sleep."""
+        """Look on, then yield, then sleep.
+
+        Where cores are scarce the whole call counts, elsewhere the wait for what is next.
+        """
+        if waited < self._patient:
+            return
+        if waited > _SPIN and not self._yielding:
+            waited = self.now() - queue.moved
         if waited > _SPIN:
             time.sleep(min(_SLEEP * waited, _LONGEST_SLEEP))
-        elif waited >= self._patient:
+        else:
             os.sched_yield()
 
     def keep(self, something: Any) -> None:
@@ -224,7 +243,9 @@ class MpiWorld:
 
     def schedule(self, comm: Stream) -> FlatSchedule:
         """See `World`."""
-        return FlatSchedule(comm)
+        return (
+            FlatSchedule(comm) if comm.shared is None else SharedSchedule(comm, comm.shared.slots)
+        )
 
     def background(self, queue: Queue) -> Background:
         """See `World`."""

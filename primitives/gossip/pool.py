@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from inspect import GEN_CLOSED, getgeneratorstate
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from relaxmpi.primitives.errors import RelaxError
 from relaxmpi.primitives.queue import WORTH_WATCHING, Queue
@@ -14,7 +13,7 @@ from relaxmpi.primitives.work import Work, agreed
 if TYPE_CHECKING:
     from relaxmpi.primitives.stats import Stats
     from relaxmpi.primitives.transport import Request
-    from relaxmpi.primitives.work import Flow, Patience
+    from relaxmpi.primitives.work import Patience
     from relaxmpi.primitives.world import World
 
 __all__ = ["Pool"]
@@ -52,39 +51,16 @@ class Pool(Queue):
         """Look after sends that nobody waits for."""
         self._leaving = [send for send in (*self._leaving, *sends) if not send.test()]
 
-    def run(self, flow: Flow[T], call: Callable[[], str], patience: Callable[[], Patience]) -> T:
-        """Run a flow to its end and return its result.
+    @property
+    def alone(self) -> bool:
+        """Whether a call has this pool, and the queues that move with it, to itself."""
+        return super().alone and not self._beside.filled
 
-        One that has this Comm to itself and ends soon never becomes a work: the upkeep of a work
-        costs as much as the messages of a call.
-        """
-        request: Request | None = None
-        if not (self.pollers or self._beside.filled or any(q._works for q in self.together)):
-            begin, brisk = self.now(), self._world.brisk
-            try:
-                while (waited := self.now() - begin) < brisk:
-                    try:
-                        done = request is None or request.test()
-                    except Exception as error:
-                        if not hasattr(error, "Get_error_class"):
-                            raise
-                        request = flow.throw(error)
-                        continue
-                    if done:
-                        request = next(flow)
-                    else:
-                        self._world.rest(self, waited, None)
-            except StopIteration as stop:
-                self._stats.waited += self.now() - begin
-                return cast("T", stop.value)
-            except BaseException as error:
-                if getgeneratorstate(flow) == GEN_CLOSED:
-                    self._world.keep(error)  # and with it memory that messages may write to
-                else:  # a signal handler's: the messages are under way all the same
-                    self._take(Work(self, flow, call, patience()), request)
-                raise
-            self._stats.waited += self.now() - begin
-        return self._take(Work(self, flow, call, patience()), request).wait()
+    def _ran(self, patience: Callable[[], Patience]) -> None:
+        """Nobody counts the calls of this lane."""
+
+    def _ran_badly(self, work: Work[Any], error: BaseException) -> None:
+        self._world.keep(error)  # and with it memory that messages may write to
 
     def left(self) -> list[Request]:
         """Hand over the sends that nobody waits for."""

@@ -133,9 +133,11 @@ class EdgeVerb(Primitive[P, T]):
             plan = self._plan(comm, *args, **kwargs)
             return cast("T", comm.exchanged(*_ready(plan, comm), plan.step))
 
-    def _submit(self, comm: Comm, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
-        plan = self._plan(comm, *args, **kwargs)
-        return comm.exchange(*_ready(plan, comm), plan.step)
+    def start(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
+        """Start the call and return at once; the buffers belong to the Work until it is done."""
+        with door_of(comm, self.__name__):
+            plan = self._plan(comm, *args, **kwargs)
+            return comm.exchange(*_ready(plan, comm), plan.step)
 
 
 def _ready(plan: EdgePlan, comm: Comm) -> tuple[Move, Route]:

@@ -148,6 +148,9 @@ class RankWorld:
         self._links += 1
         return SimulatedLink(self, self._group.channel(self._links))
 
+    def share(self, wanted: bool) -> None:
+        """See `World`: all that passes between simulated ranks is a message."""
+
     def split(self, color: int | None, key: int) -> RankWorld | None:
         """See `World`."""
         number = self._meetings
