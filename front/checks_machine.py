@@ -194,8 +194,8 @@ def check_transport() -> Finding:
         piece = "short messages"
     return ok(
         "CPU transport",
-        "MPI, the one for host memory: whole messages within a host, where it also makes short "
-        f"sums itself; between hosts {piece}, on which TCP does not stall",
+        "memory that ranks share for sums in full precision within a host; else MPI: whole "
+        f"messages within a host, between hosts {piece}, on which TCP does not stall",
     )
 
 

@@ -233,6 +233,29 @@ def world() -> Any:
     return MPI.COMM_WORLD
 
 
+def shares_memory() -> bool | None:
+    """Whether this rank has memory in common with the others of its host; None if it is alone.
+
+    All ranks of a job ask together.
+    """
+    from mpi4py import MPI
+
+    try:
+        from relaxmpi.primitives.settings import Settings
+        from relaxmpi.primitives.shared import share
+    except ImportError:  # numpy is missing, as another check says
+        return None
+    try:
+        wanted = Settings.read().shared_memory == 1
+    except ValueError:  # which another check explains
+        wanted = False
+    host = world().Split_type(MPI.COMM_TYPE_SHARED)
+    alone = host.size == 1
+    shared = share(host, wanted) is not None
+    host.Free()
+    return None if alone else shared
+
+
 def check_size() -> Finding:
     """Whether the launcher around this process and its library agree on the number of ranks."""
     expected = launched_size()

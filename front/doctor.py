@@ -63,6 +63,24 @@ def layout(hosts: Sequence[str]) -> Finding:
     return ok("nodes", text)
 
 
+def sharing(shared: Sequence[bool | None]) -> Finding:
+    """Say whether the ranks of a host talk through memory that they share.
+
+    Args:
+        shared: Of each rank; None where it has its host to itself.
+    """
+    if False in shared:
+        return warn(
+            "shared memory",
+            f"rank {shared.index(False)} and others of its host send each other messages",
+            "unset RELAXMPI_SHARED_MEMORY; ranks in containers of their own need one space of "
+            "process numbers (docker run --pid) and one user, to see each other in /proc; "
+            "only x86-64 has it",
+        )
+    alone = "every rank has a host to itself"
+    return ok("shared memory", "between the ranks of a host" if True in shared else alone)
+
+
 def agreement(versions: Sequence[dict[str, str]]) -> Finding:
     """Say whether all ranks run the same versions.
 
@@ -139,9 +157,10 @@ def run(options: argparse.Namespace) -> int:
     about_job = []
     if world is not None and world.size > 1:
         hosts = world.gather(platform.node())
+        shared = world.gather(checks_mpi.shares_memory())
         found = world.gather(checks_machine.versions())
         if world.rank == 0:
-            about_job = [layout(hosts), agreement(found)]
+            about_job = [layout(hosts), sharing(shared), agreement(found)]
     status = 0
     if _is_first():
         status = _show(examine() + about_job, options.json)

@@ -36,6 +36,7 @@ _PAGE = 4096
 # all ranks of a small host fit into a last-level cache.
 _SLOT = 2 * 1024 * 1024
 _ALL_SLOTS = 64 * 1024 * 1024
+_MOST_RANKS = 256
 
 # Where slots begin in a page. Large arrays of numpy begin at 16 and those of torch at 64, and some
 # processors copy at a fifteenth of their speed to an address that is, modulo a page, less than 32
@@ -211,15 +212,22 @@ def _head(size: int) -> int:
     return -(-(_TOKEN + 8 * words) // _PAGE) * _PAGE + _SHIFT
 
 
-def share(mpi: MPI.Intracomm, wanted: bool) -> Shared | None:
+def share(
+    mpi: MPI.Intracomm, wanted: bool, nudge: Callable[[], Any] = lambda: None
+) -> Shared | None:
     """Map memory that all ranks see; None, on all ranks, where one of them cannot or will not.
 
     The memory has no name in any file system: rank 0 opens it, the others find it among the open
     files of that process, and the kernel takes it back with its last mapping, however the
     processes end. Pages take memory from when they are used.
+
+    Args:
+        mpi: The ranks, all on one host.
+        wanted: Whether this rank wants any.
+        nudge: Lets MPI move its messages; called now and then by who waits.
     """
-    wanted = wanted and platform.machine() == "x86_64"
     size = mpi.size
+    wanted = wanted and platform.machine() == "x86_64" and size <= _MOST_RANKS
     slot = min(_SLOT, _ALL_SLOTS // (2 * size)) // _PAGE * _PAGE
     nbytes = _head(size) + 2 * size * slot
     fd, where, token = -1, "", b""
@@ -237,7 +245,7 @@ def share(mpi: MPI.Intracomm, wanted: bool) -> Shared | None:
         os.close(fd)
     if memory is None or not everybody:
         return None
-    return Shared(memory, mpi.rank, size, mpi.Iprobe)
+    return Shared(memory, mpi.rank, size, nudge)
 
 
 def _mapped(where: str, token: bytes, nbytes: int) -> mmap.mmap | None:

@@ -206,9 +206,12 @@ class _Signs(Coded):
         return _Signs(*given, self._begin + lo)
 
     def pack(self, x: Any, lo: int, hi: int) -> Any:
-        """Make momenta, and encode them as a contributor; keep the scales."""
+        """Make momenta, and encode them as a contributor; keep the scales.
+
+        They leave from where the reduced chunk will arrive when they have left.
+        """
         held, lo, hi = self._held, lo + self._begin, hi + self._begin
-        payload = self._bytes(hi - lo)
+        payload = held.sum((lo, hi))
         held.own[lo, hi] = self._device.kernels.sign_momentum(
             *(self._flat.data, self._m, self._v, held.e[lo:hi], *held.live, payload),
             begin=lo,

@@ -52,7 +52,7 @@ class Stream:
         self.steps: Counter[str] = Counter()
         data, started, ordered = world.link(), world.link(), world.link()
         self._links: tuple[Link, ...] = data, started, ordered
-        self.shared = world.share(settings.shared_memory == 1)
+        self.shared = world.share(settings.shared_memory == 1, ordered)
         self._notices = NoticeBoard(
             world, ordered, settings.timeout, settings.warn_after, self.stats
         )

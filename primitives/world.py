@@ -68,6 +68,9 @@ class Link(Protocol):
             nodes: On how many hosts its ranks are.
         """
 
+    def nudge(self) -> None:
+        """Let messages move, of whatever Comm, while this one waits for something else."""
+
     def free(self) -> None:
         """Give it back; nothing is under way."""
 
@@ -157,11 +160,12 @@ class World(Protocol):
     def link(self) -> Link:
         """Return a new private lane of all ranks; collective."""
 
-    def share(self, wanted: bool) -> Shared | None:
+    def share(self, wanted: bool, link: Link) -> Shared | None:
         """Return memory that all ranks see, or on all ranks None; collective.
 
         Args:
             wanted: Whether this rank wants any.
+            link: What must not stand still while somebody waits for that memory.
         """
 
     def split(self, color: int | None, key: int) -> World | None:

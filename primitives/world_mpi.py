@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.settings import Settings
     from relaxmpi.primitives.stats import Stats
     from relaxmpi.primitives.stream import Stream
+    from relaxmpi.primitives.world import Link
 
 __all__ = ["MpiWorld", "open_comms", "outliving"]
 
@@ -108,6 +109,10 @@ class MpiLink:
         transport = MpiTransport(self._mpi, settings, stats, nodes)
         return MpiMailbox(self._mpi, transport, length, peers, ring)
 
+    def nudge(self) -> None:
+        """See `Link`: MPI may also tell of a rank that died."""
+        self._mpi.Iprobe()
+
     def free(self) -> None:
         """See `Link`."""
         self._mpi.Free()
@@ -143,11 +148,11 @@ class MpiWorld:
         """See `World`."""
         return MpiLink(self.mpi)
 
-    def share(self, wanted: bool) -> Shared | None:
+    def share(self, wanted: bool, link: Link) -> Shared | None:
         """See `World`: there is some inside one host."""
         if self.size == 1 or len(set(self.nodes)) > 1:
             return None
-        return share(self.mpi, wanted)
+        return share(self.mpi, wanted, link.nudge)
 
     def split(self, color: int | None, key: int) -> MpiWorld | None:
         """See `World`."""

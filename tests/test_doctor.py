@@ -66,6 +66,16 @@ def test_under_a_launcher_one_report_with_the_layout():
     assert findings["this job"]["text"] == "3 ranks"
     assert findings["nodes"]["text"].endswith("3 ranks on each of 1")
     assert findings["versions"]["text"] == "the same on all 3 ranks"
+    assert findings["shared memory"]["text"] == "between the ranks of a host"
+
+
+def test_ranks_that_may_not_share_memory_are_told():
+    launcher = Path(sys.executable).with_name("mpiexec")
+    path = str(launcher) if launcher.exists() else shutil.which("mpiexec")
+    status, findings = diagnose({"RELAXMPI_SHARED_MEMORY": "0"}, prefix=(path, "-n", "2"))
+    assert status == 0
+    assert findings["shared memory"]["status"] == "warn"
+    assert "RELAXMPI_SHARED_MEMORY" in findings["shared memory"]["advice"]
 
 
 @pytest.fixture
@@ -271,6 +281,9 @@ def test_ranks_that_differ():
     assert found.text == "numpy: rank 0 2.0, rank 1 2.1; torch: rank 0 2.13, rank 1 none"
     assert doctor.layout(["a", "a", "b", "b"]).status == "OK"
     assert doctor.layout(["a", "a", "b"]).status == "warn"
+    assert doctor.sharing([True, True, None]).status == "OK"
+    assert "to itself" in doctor.sharing([None, None]).text
+    assert doctor.sharing([None, False, False]).text.startswith("rank 1 and others")
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch, capsys):

@@ -72,12 +72,12 @@ def test_nobody_waits_for_a_slow_worker_in_the_simulated_world(launch, tmp_path)
 def test_slow_worker_on_real_ranks(launch, tmp_path):
     pytest.importorskip("matplotlib")
     script = EXAMPLES / "slow_worker.py"
-    options = "--steps", "8", "--out", str(tmp_path / "slow.png")
+    options = "--steps", "20", "--out", str(tmp_path / "slow.png")
     result = launch(script, 3, *options, timeout=150)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("3 ranks"), "rank 0 alone prints"
     steps = steps_of(result.stdout)
-    assert steps["AllReduce SGD"] == [8, 8]
+    assert steps["AllReduce SGD"] == [20, 20]
     fast, slow = steps["push-sum, no bound"]
     assert fast > slow >= 1
 

@@ -105,6 +105,9 @@ class SimulatedLink:
         if rank.resting or rank.listening:
             self._channel.fabric.scheduler.wake(rank, time)
 
+    def nudge(self) -> None:
+        """See `Link`: simulated messages need no help."""
+
     def heard(self, length: int) -> tuple[int, bytes] | None:
         """See `Link`."""
         inbox = self._channel.notices[self.rank]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from relaxmpi.primitives.recorder import Recorder
     from relaxmpi.primitives.simulation.fabric import Fabric
     from relaxmpi.primitives.stream import Stream
+    from relaxmpi.primitives.world import Link
 
 __all__ = ["RankWorld"]
 
@@ -148,7 +149,7 @@ class RankWorld:
         self._links += 1
         return SimulatedLink(self, self._group.channel(self._links))
 
-    def share(self, wanted: bool) -> None:
+    def share(self, wanted: bool, link: Link) -> None:
         """See `World`: all that passes between simulated ranks is a message."""
 
     def split(self, color: int | None, key: int) -> RankWorld | None:
