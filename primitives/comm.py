@@ -182,6 +182,8 @@ class Comm(Stream):
                 return
             for link in self._links:
                 link.free()
+            if self.shared is not None:
+                self.shared.free()
             self._world.free()
 
     def __enter__(self) -> Self:

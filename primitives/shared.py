@@ -13,6 +13,7 @@ import os
 import platform
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,6 +88,10 @@ class Board:
         """Write what had to wait for room."""
         while self._waiting and self._has_room(self._waiting[0][0]):
             self._write(*self._waiting.popleft())
+
+    def free(self) -> None:
+        """Let go of the memory."""
+        self._words.release()
 
 
 class _Vote:
@@ -164,6 +169,12 @@ class Slots:
         self._turn -= 1
         self._words[self._mine] = self._turn
 
+    def free(self) -> None:
+        """Let go of the memory."""
+        self._words.release()
+        self._views.clear()
+        del self._buffers
+
 
 class _Given:
     """The request of one turn."""
@@ -195,15 +206,22 @@ class Shared:
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int, nudge: Callable[[], Any]) -> None:
-        words = memoryview(memory).cast("q")
-        begin = _TOKEN // 8
+        self._memory = memory
+        words = memoryview(memory)[: _head(size)].cast("q")[_TOKEN // 8 :]
         self.boards = []
         for _ in range(_LANES):
-            self.boards.append(Board(words[begin : begin + size * _BOARD], rank, size, nudge))
-            begin += size * _BOARD
-        told = words[begin : begin + size * _LINE]
+            self.boards.append(Board(words[: size * _BOARD], rank, size, nudge))
+            words = words[size * _BOARD :]
         numbers = np.frombuffer(memory, np.uint8, offset=_head(size))
-        self.slots = Slots(numbers, told, rank, size, nudge)
+        self.slots = Slots(numbers, words[: size * _LINE], rank, size, nudge)
+
+    def free(self) -> None:
+        """Give it back, when nobody on this rank will look at it any more."""
+        for board in self.boards:
+            board.free()
+        self.slots.free()
+        with suppress(BufferError):  # somebody keeps an error whose frames hold a view
+            self._memory.close()
 
 
 def _head(size: int) -> int:
