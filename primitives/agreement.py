@@ -115,18 +115,26 @@ class Lane:
             return _alone(call, flow)
         return self._after(call, self._post(call), flow)
 
-    def around(
-        self, call: Call, begun: Request, flow: Flow[T], take_back: Callable[[], None]
-    ) -> Flow[T]:
-        """Vote now; the flow returned goes on with one that has begun, when all have agreed.
+    def around(self, call: Call, flow: Flow[T], take_back: Callable[[], None]) -> Flow[T]:
+        """Return the flow that takes the first step of `flow`, votes, and then goes on.
 
         Args:
-            call: What this rank has begun.
-            begun: What the flow waits for.
+            call: What this rank is about to do.
             flow: The flow.
-            take_back: Undoes its beginning, where the ranks do not agree.
+            take_back: Undoes its first step, where the ranks do not agree.
         """
-        return self._around(call, self._post(call), begun, flow, take_back)
+        begun = next(flow)
+        number, vote = self._post(call)
+        try:
+            yield vote.request
+            if not vote.equal:
+                take_back()
+                yield from self._disagree(call, number, True)
+            yield begun
+        except BaseException:
+            flow.close()
+            raise
+        return (yield from flow)
 
     def before(self, call: Call, flow: Flow[T]) -> Flow[T]:
         """Vote now; the flow returned is that of a rehearsed call, which its agreement ends."""
@@ -150,26 +158,6 @@ class Lane:
                 yield from self._disagree(call, number, True)
             if call.refusal is not None:
                 raise call.agreed_refusal()
-        except BaseException:
-            flow.close()
-            raise
-        return (yield from flow)
-
-    def _around(
-        self,
-        call: Call,
-        posted: tuple[int, Vote],
-        begun: Request,
-        flow: Flow[T],
-        take_back: Callable[[], None],
-    ) -> Flow[T]:
-        number, vote = posted
-        try:
-            yield vote.request
-            if not vote.equal:
-                take_back()
-                yield from self._disagree(call, number, True)
-            yield begun
         except BaseException:
             flow.close()
             raise

@@ -111,7 +111,9 @@ def call_of(
         raise TypeError(f"name must be a string, not {type(name).__name__}")
     told = None if codec is None else f"codec {codec.describe()}"
     when = None if step is None else f"step {step}"
-    return Call((verb, how, flat.dtype, str(flat.shape), told, name and f"name {name!r}", when))
+    where = None if flat.device.name == "cpu" else f"on {flat.device.name}"
+    named = name and f"name {name!r}"
+    return Call((verb, how, flat.dtype, str(flat.shape), told, named, when, where))
 
 
 def claimed(

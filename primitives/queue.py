@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
 from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.transport import Request
-from relaxmpi.primitives.work import Flow, Patience, Work, agreed, enter_queue, running_queue
+from relaxmpi.primitives.work import Flow, Patience, Work, agreed, here, running_queue
 from relaxmpi.primitives.world import World
 
 __all__ = ["WORTH_WATCHING", "Queue"]
@@ -93,8 +93,9 @@ class Queue:
         if brisk and self.alone:
             begin = now = self.now()
             looked = False
-            outer = enter_queue(self)
+            outer = running_queue()
             try:
+                here.queue = self
                 while now - begin < brisk:
                     try:
                         done = request is None or request.test()
@@ -122,7 +123,7 @@ class Queue:
                     self._take(work, request)
                 raise
             finally:
-                enter_queue(outer)
+                here.queue = outer
             self._stats.waited += self.now() - begin
         return self._take(Work(self, flow, call, patience()), request).wait()
 

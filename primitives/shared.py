@@ -27,8 +27,8 @@ __all__ = ["Board", "Shared", "Slots", "share"]
 
 _TOKEN = 16
 _LINE = 8  # words of a cache line: the places of two ranks share none
-_RING = 32
-_BOARD = _LINE + _RING * 2  # words: the last number read; numbers and codes
+_RING = 256
+_BOARD = _LINE + _RING * 2  # words: up to which number all are read; numbers and codes
 _LANES = 2
 _KEPT = 64  # shapes whose views are at hand
 _PAGE = 4096
@@ -51,7 +51,7 @@ _NUDGE = 32
 class Board:
     """A table of votes: each rank has a ring of entries that it writes and the others read.
 
-    Votes must be waited for in the order in which they were cast.
+    Who is a ring ahead of the others must look at one of its votes to cast the next.
     """
 
     def __init__(self, words: memoryview, rank: int, size: int, nudge: Callable[[], Any]) -> None:
@@ -59,7 +59,8 @@ class Board:
         self._words, self._nudge = words, nudge
         self._mine = rank * _BOARD
         self._others = [r * _BOARD for r in range(size) if r != rank]
-        self._cast = 0
+        self._cast = self._read = 0
+        self._early: set[int] = set()  # read before others that were cast earlier
         self._room = _RING
         self._waiting: deque[tuple[int, int]] = deque()
 
@@ -84,6 +85,14 @@ class Board:
         self._room = _RING + min(self._words[row] for row in rows)
         return number <= self._room
 
+    def _heard(self, number: int) -> None:
+        """Tell the others that they may replace their entries, up to the first that is unread."""
+        self._early.add(number)
+        while self._read + 1 in self._early:
+            self._read += 1
+            self._early.remove(self._read)
+        self._words[self._mine] = self._read
+
     def _flush(self) -> None:
         """Write what had to wait for room."""
         while self._waiting and self._has_room(self._waiting[0][0]):
@@ -97,15 +106,17 @@ class Board:
 class _Vote:
     """A vote, and the request that is done when all ranks have cast theirs."""
 
-    __slots__ = ("_board", "_code", "_looks", "_number", "equal", "request")
+    __slots__ = ("_board", "_code", "_done", "_looks", "_number", "equal", "request")
 
     def __init__(self, board: Board, number: int, code: int) -> None:
         self._board, self._number, self._code = board, number, code
-        self._looks, self.equal = 0, True
+        self._looks, self._done, self.equal = 0, False, True
         self.request: Request = self
 
     def test(self) -> bool:
         board, number = self._board, self._number
+        if self._done:
+            return True
         if board._waiting:
             board._flush()
         words, at = board._words, _LINE + number % _RING * 2
@@ -118,7 +129,8 @@ class _Vote:
         for row in board._others:
             if words[row + at + 1] != self._code:
                 self.equal = False
-        words[board._mine] = number
+        self._done = True
+        board._heard(number)
         return True
 
 
@@ -250,15 +262,16 @@ def share(
     nbytes = _head(size) + 2 * size * slot
     fd, where, token = -1, "", b""
     if mpi.rank == 0 and wanted:
-        fd = os.memfd_create("relaxmpi")
-        os.truncate(fd, nbytes)
-        token = os.urandom(_TOKEN)
-        os.pwrite(fd, token, 0)
-        where = f"/proc/{os.getpid()}/fd/{fd}"
+        with suppress(OSError):  # no files left, or none so long, or none without a name
+            fd = os.memfd_create("relaxmpi")
+            os.truncate(fd, nbytes)
+            token = os.urandom(_TOKEN)
+            os.pwrite(fd, token, 0)
+            where = f"/proc/{os.getpid()}/fd/{fd}"
     where, token = mpi.bcast((where, token))
     memory = _mapped(where, token, nbytes) if wanted and where else None
     # The second meeting: from here on rank 0 may close the file.
-    everybody = bool(min(mpi.allgather(memory is not None)))
+    everybody = all(mpi.allgather(memory is not None))
     if fd >= 0:
         os.close(fd)
     if memory is None or not everybody:

@@ -50,11 +50,10 @@ class SharedSchedule(FlatSchedule):
         """Every rank reads and adds all."""
         comm, slots = self._comm, self._slots
         n = comm.size
-        comm.stats.payload_bytes += 2 * (n - 1) * x.nbytes // n
-        comm.stats.messages += 2 * (n - 1)
         given = slots.turn(len(x), x.dtype)
         device.copy(given[comm.rank], x)
         yield slots.given()
+        self._count(2 * (n - 1) * x.nbytes // n, 2 * (n - 1))
         wire.deliver(wire.reduced(given, out, op), out, op, n)
 
     def _in_pieces(
@@ -77,7 +76,6 @@ class SharedSchedule(FlatSchedule):
         if not _takes(wire, device):
             return (yield from super().reduce_scatter(device, x, place, op, wire, bounds))
         n, me, slots = self._comm.size, self._comm.rank, self._slots
-        self._count(x.nbytes - place.nbytes, n - 1)
         wide = wire.work != wire.dtype
         total = self._comm.scratch(device, len(place), wire.work) if wide else place
         each = slots.nbytes // (n * x.itemsize)
@@ -95,6 +93,7 @@ class SharedSchedule(FlatSchedule):
                 so_far = wire.reduced(inbox, into, op, me)
                 if so_far is not into:
                     device.copy(into, so_far)
+        self._count(x.nbytes - place.nbytes, n - 1)
         return total
 
     def gather(
@@ -112,7 +111,6 @@ class SharedSchedule(FlatSchedule):
             yield from super().gather(device, total, place, out, op, wire, bounds)
             return
         n, me, slots = self._comm.size, self._comm.rank, self._slots
-        self._count((n - 1) * place.nbytes, n - 1)
         each = slots.nbytes // out.itemsize
         for at, spans in _rounds(bounds, each):
             given = slots.turn(each, out.dtype)
@@ -126,6 +124,7 @@ class SharedSchedule(FlatSchedule):
             for r, (lo, hi) in enumerate(spans):
                 if r != me and hi > lo:
                     wire.unpack(given[r][: hi - lo], out[lo:hi], op, n)
+        self._count((n - 1) * place.nbytes, n - 1)
 
     def _count(self, nbytes: int, messages: int) -> None:
         self._comm.stats.payload_bytes += nbytes

@@ -21,7 +21,7 @@ from relaxmpi.primitives.work import Flow, Patience, Work, running_queue
 from relaxmpi.primitives.world import Link, Mailbox, World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Sequence
+    from collections.abc import Collection, Hashable, Sequence
 
     from relaxmpi.primitives.gossip.routes import Route
     from relaxmpi.primitives.gossip.verb import Move
@@ -163,16 +163,12 @@ class Stream:
             return self.submit(call, flow).wait()
         self.usable(call)
         if plan.take_back is not None and not self.rehearsed and queue.alone:
-            flow = self._begun(call, flow, plan.take_back)
+            if self.mark:
+                call.what = (*call.what, self.mark)
+            flow = self._started.around(call, flow, plan.take_back)
         else:
             flow = self._behind(call, flow)
         return queue.run(flow, call.__str__, self._look_after)
-
-    def _begun(self, call: Call, flow: Flow[T], take_back: Callable[[], None]) -> Flow[T]:
-        """Take the first step of a flow, then vote: who has nothing else to do waits once."""
-        if self.mark:
-            call.what = (*call.what, self.mark)
-        return self._started.around(call, next(flow), flow, take_back)
 
     def _behind(self, call: Call, flow: Flow[T]) -> Flow[T]:
         """Post the agreement and return the flow behind it, or, when rehearsed, before it."""

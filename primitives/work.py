@@ -18,7 +18,7 @@ __all__ = [
     "Patience",
     "Work",
     "agreed",
-    "enter_queue",
+    "here",
     "in_background",
     "run_in_background",
     "running_queue",
@@ -28,29 +28,24 @@ T = TypeVar("T")
 Flow = Generator[Request, None, T]
 
 _log = logging.getLogger("relaxmpi")
-_here = threading.local()
+# Of this thread: whose flow it is advancing, and whether that is all that it does. Set without a
+# call, at whose beginning a signal's handler may raise.
+here = threading.local()
 
 
 def running_queue() -> Queue | None:
     """Return the queue whose flow this thread is advancing, if any."""
-    return getattr(_here, "queue", None)
-
-
-def enter_queue(queue: Queue | None) -> Queue | None:
-    """Note whose flow this thread advances from now on; returns whose it was."""
-    before: Queue | None = getattr(_here, "queue", None)
-    _here.queue = queue
-    return before
+    return getattr(here, "queue", None)
 
 
 def in_background() -> bool:
     """Whether this thread is one that only makes progress."""
-    return getattr(_here, "background", False)
+    return getattr(here, "background", False)
 
 
 def run_in_background() -> None:
     """Note that this thread only makes progress."""
-    _here.background = True
+    here.background = True
 
 
 def agreed(error: BaseException) -> bool:
@@ -153,8 +148,9 @@ class Work(Generic[T]):
                 return True
 
     def _run(self, failed: Exception | None) -> bool:
-        before = enter_queue(self._queue)
+        before = running_queue()
         try:
+            here.queue = self._queue
             self._request = next(self._flow) if failed is None else self._flow.throw(failed)
         except StopIteration as stop:
             self._value = stop.value
@@ -164,7 +160,7 @@ class Work(Generic[T]):
             self.post()
             return False
         finally:
-            enter_queue(before)
+            here.queue = before
         self._done = True
         self.ended = self._queue.now()
         self.patience.end()

@@ -123,6 +123,7 @@ class World(Protocol):
         comms: Comms of this process or simulated rank that are open, for its exit.
         look: Seconds between two looks that count as waiting: a peer must not be blamed for a
             pause on this rank.
+        tags: How many tags a message can have.
         brisk: Seconds that a blocking call may look on before others must be seen to, too.
         recorder: Who listens to all Comms of this process or simulated rank, if anybody does.
     """
@@ -131,6 +132,10 @@ class World(Protocol):
     size: int
     nodes: tuple[int, ...]
     comms: MutableSet[Stream]
+
+    @property
+    def tags(self) -> int:
+        """See above."""
 
     @property
     def look(self) -> float:

@@ -131,6 +131,11 @@ class MpiWorld:
         self.rank, self.size = mpi.rank, mpi.size
 
     @cached_property
+    def tags(self) -> int:
+        """See `World`: MPI promises 32768."""
+        return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 2**15 - 1) + 1
+
+    @cached_property
     def _yielding(self) -> bool:
         return os.environ.get(_YIELD) == "1"
 

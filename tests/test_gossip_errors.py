@@ -327,3 +327,19 @@ def test_inside_a_primitive():
         wrong(comm)
 
     assert all("yield from" in str(error) for error in run(2, function))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("more", [4, -2])
+def test_what_a_mismatch_leaves_behind_meets_no_later_call(comm, more):
+    """Not even after the tags that MPI promises have all been used."""
+    peer = 1 - comm.rank
+    x = np.full(4 + (more if comm.rank else 0), -100.0)
+    with pytest.raises(rx.MismatchError):
+        average(comm, x)
+    for number in range(2**14 - 2, 2**14 + 3):
+        comm.edges.sent[peer] = comm.edges.received[peer] = number
+        for count in (4, 4 + more):
+            y = np.full(count, number + comm.rank)
+            assert (average(comm, y.astype("f8")) == number + 0.5).all()
+            comm.edges.sent[peer] = comm.edges.received[peer] = number

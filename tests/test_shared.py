@@ -3,6 +3,8 @@
 import gc
 import random
 import re
+import signal
+import time
 from collections import deque
 from dataclasses import replace
 from itertools import pairwise
@@ -132,16 +134,24 @@ def test_scatter_and_gather_with_chunks_of_any_length(n, count, seed):
     assert all((out == right).all() for out in outs)
 
 
-@given(st.integers(2, 4), st.integers(0, 2**32 - 1))
+@given(st.integers(2, 4), st.sampled_from([1, 9]), st.integers(0, 2**32 - 1))
 @settings(max_examples=100, deadline=None)
-def test_votes_come_in_their_order_however_far_a_rank_is_ahead(n, seed):
-    """A rank that has cast 100 votes before another casts its first waits for room, silently."""
+def test_votes_find_each_other_however_far_a_rank_is_ahead(n, among, seed):
+    """Rings of 16 entries: who has cast more than others have read waits for room, silently."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared, "_RING", 16)
+        patch.setattr(shared, "_BOARD", shared._LINE + 32)
+        vote_in_disorder(n, among, seed)
+
+
+def vote_in_disorder(n, among, seed):
+    """A rank looks for any of its `among` oldest votes that it has not heard about."""
     draw = random.Random(seed)
     tables, count = boards(n), 100
     odd = set(draw.sample(range(count), 5))
     left = [count] * n
     cast = [deque() for _ in range(n)]
-    heard = [[] for _ in range(n)]
+    heard = [{} for _ in range(n)]
     looks = 0
     while any(len(h) < count for h in heard):
         looks += 1
@@ -151,10 +161,14 @@ def test_votes_come_in_their_order_however_far_a_rank_is_ahead(n, seed):
             number = count - left[rank]
             left[rank] -= 1
             code = number + (1000 if rank == 0 and number in odd else 0)
-            cast[rank].append(tables[rank].vote(code))
-        elif cast[rank] and cast[rank][0].request.test():
-            heard[rank].append(cast[rank].popleft().equal)
-    right = [number not in odd for number in range(count)]
+            cast[rank].append((number, tables[rank].vote(code)))
+        elif cast[rank]:
+            number, vote = draw.choice(list(cast[rank])[:among])
+            if vote.request.test():
+                assert vote.request.test()
+                heard[rank][number] = vote.equal
+                cast[rank].remove((number, vote))
+    right = {number: number not in odd for number in range(count)}
     assert all(h == right for h in heard)
 
 
@@ -251,6 +265,118 @@ def test_messages_reduce_to_the_same_bytes(comm, dtype):
         x = draw.integers(0, 50, count).astype(dtype)
         right = rx.allreduce(by_messages, x.copy(), op=op)
         assert rx.allreduce(comm, x, op=op).tobytes() == right.tobytes()
+
+
+@MANY
+def test_where_a_rank_may_not_open_memory_all_send_messages(comm, monkeypatch):
+    def refuse(name):
+        raise OSError("no files left")
+
+    if comm.rank == 0:
+        monkeypatch.setattr("os.memfd_create", refuse)
+    with comm.dup() as other:
+        assert other.shared is None
+        assert rx.allreduce(other, comm.rank) == sum(range(comm.size))
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "MemoryError"])
+def test_an_error_before_the_vote_breaks_the_comm_everywhere(launch, error):
+    """The numbers are in the slot, and nobody has been told: no rank may go on a turn behind."""
+    done = launch(
+        """
+import sys
+import numpy as np
+import relaxmpi as rx
+from relaxmpi.primitives.cpu import Cpu
+
+comm = rx.Comm.world(timeout=20)
+assert comm.shared is not None
+copy = Cpu.copy
+
+def interrupted(self, out, x):
+    copy(self, out, x)
+    Cpu.copy = copy
+    raise {"KeyboardInterrupt": KeyboardInterrupt, "MemoryError": MemoryError}[sys.argv[1]]
+
+if comm.rank == 0:
+    Cpu.copy = interrupted
+for k in range(4):
+    try:
+        got = rx.allreduce(comm, np.full(5, 10.0**k))
+        print("WRONG", comm.rank, got, flush=True)
+    except BaseException as error:
+        print("RAISED", comm.rank, type(error).__name__, flush=True)
+""",
+        2,
+        error,
+    )
+    said = re.findall(r"RAISED (\d) (\w+)", done.stdout)
+    assert "WRONG" not in done.stdout
+    assert ("0", error) in said
+    assert ("0", "BrokenComm") in said
+    assert done.seconds < 18
+
+
+@pytest.mark.ranks(2)
+def test_a_signal_does_not_leave_a_thread_inside_a_primitive(comm):
+    class Alarm(Exception):
+        pass
+
+    def ring(number, frame):
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        other = comm.dup()
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Alarm):
+            if comm.rank:
+                while True:  # nobody comes: the alarm rings inside the call
+                    rx.barrier(other)
+            while True:
+                time.sleep(1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert rx.allreduce(comm, 1) == 2
+    if comm.rank == 0:
+        rx.barrier(other)
+    while not other.queue.idle:  # the interrupted call is pending
+        other.progress()
+    assert rx.allreduce(other, 1) == 2
+    other.close()
+
+
+@MANY
+def test_parts_of_a_primitive_may_end_in_another_order_than_they_began(comm):
+    @rx.primitive
+    def backwards(comm, count):
+        def flow():
+            parts = [rx.barrier.flow(comm) for _ in range(count)]
+            firsts = [next(part) for part in parts]
+            for part, first in zip(reversed(parts), reversed(firsts), strict=True):
+                yield first
+                yield from part
+            return (yield from rx.allreduce.flow(comm, np.ones(3)))
+
+        return flow()
+
+    for _ in range(20):
+        assert (backwards(comm, 30) == comm.size).all()
+
+
+@pytest.mark.ranks(2)
+def test_calls_without_numbers_may_be_started_far_ahead(comm):
+    """Rank 1 finds 200 votes, although rank 0 looks at none of them before it is told to."""
+    if comm.rank == 0:
+        works = [rx.barrier.start(comm) for _ in range(200)]
+        comm.mpi.Barrier()
+        for work in works:
+            work.wait()
+    else:
+        for _ in range(200):
+            rx.barrier(comm)
+        comm.mpi.Barrier()
 
 
 @pytest.mark.parametrize("off", ["all", "one"])

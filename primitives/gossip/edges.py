@@ -4,7 +4,8 @@ Every call that uses an edge sends a header and, right behind it, the numbers, w
 caller's memory without a copy. Headers have one size and a tag that counts the calls on their
 edge, so a call that does not fit is recognised whatever its length. The tag of the numbers also
 depends on what the call is: a receive must never meet a longer message, because Open MPI does not
-survive one that is cut off in the middle of a rendezvous.
+survive one that is cut off in the middle of a rendezvous. Nor must one meet what a call that did
+not fit has left behind, so these tags come again only after all that MPI has.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = ["Edges", "Exchange", "Header"]
 _LAYOUT = struct.Struct("<4sIiIqqqdQ136s")
 _MAGIC, _VERSION = b"rlxm", 1
 _HEADERS, _COUNTED = TAG + 15, 2**13
-_NUMBERS, _TOLD_APART = 2**14, 2**14
+_NUMBERS = 2**14
 _AGED = 40503  # odd, so that ages do not cancel numbers
 _NO_STEP = -1
 
@@ -141,7 +142,8 @@ class Exchange:
             self._leaving.append(self._transport.isend(data, peer, self._tag(number, age)))
 
     def _tag(self, number: int, age: int) -> int:
-        return _NUMBERS + (self._code + _AGED * age + number) % _TOLD_APART
+        apart = self._edges.tags - _NUMBERS
+        return _NUMBERS + (self._code + _AGED * age + number) % apart
 
     def arrived(self, peer: int) -> Flow[Header]:
         """Wait for the message of a peer, which must fit this call."""
@@ -196,6 +198,7 @@ class Edges:
         known: The topologies that all ranks have agreed on.
         learning: What is kept of one that they are about to agree on.
         littered: Whether a call that failed has left messages that nobody takes.
+        tags: How many tags messages can have.
     """
 
     def __init__(self, comm: Stream, board: NoticeBoard, host: Transport) -> None:
@@ -207,7 +210,7 @@ class Edges:
         self.buffers = Buffers()
         self.known: dict[Topology, Known] = {}
         self.learning: Known
-        self.littered = False
+        self.littered, self.tags = False, comm._world.tags
         self._failed: set[tuple[int, int]] = set()
         self._unfit: dict[tuple[int, int], str] = {}
         self._complaint: str | None = None
