@@ -361,8 +361,8 @@ def test_parts_of_a_primitive_may_end_in_another_order_than_they_began(comm):
 
         return flow()
 
-    for _ in range(20):
-        assert (backwards(comm, 30) == comm.size).all()
+    for _ in range(3):
+        assert (backwards(comm, 200) == comm.size).all()
 
 
 @pytest.mark.ranks(2)
@@ -374,6 +374,7 @@ def test_calls_without_numbers_may_be_started_far_ahead(comm):
         for work in works:
             work.wait()
     else:
+        time.sleep(0.3)
         for _ in range(200):
             rx.barrier(comm)
         comm.mpi.Barrier()
