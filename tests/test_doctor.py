@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sharing import can_share
 
 from relaxmpi import checks_machine, checks_mpi, doctor
 from relaxmpi.findings import ok
@@ -66,7 +67,8 @@ def test_under_a_launcher_one_report_with_the_layout():
     assert findings["this job"]["text"] == "3 ranks"
     assert findings["nodes"]["text"].endswith("3 ranks on each of 1")
     assert findings["versions"]["text"] == "the same on all 3 ranks"
-    assert findings["shared memory"]["text"] == "between the ranks of a host"
+    shares = findings["shared memory"]["text"] == "between the ranks of a host"
+    assert shares == can_share()
 
 
 def test_ranks_that_may_not_share_memory_are_told():

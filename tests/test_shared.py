@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sharing import needs_sharing
 
 import relaxmpi as rx
 from relaxmpi.primitives import shared
@@ -199,6 +200,7 @@ def test_a_turn_that_was_taken_back_leaves_no_trace(n, seed):
 @MANY
 def test_one_host_shares_memory(comm):
     """Else all others here would test messages."""
+    needs_sharing()
     assert comm.shared is not None
     assert comm.dup().shared is not comm.shared
 
@@ -282,6 +284,7 @@ def test_where_a_rank_may_not_open_memory_all_send_messages(comm, monkeypatch):
 @pytest.mark.parametrize("error", ["KeyboardInterrupt", "MemoryError"])
 def test_an_error_before_the_vote_breaks_the_comm_everywhere(launch, error):
     """The numbers are in the slot, and nobody has been told: no rank may go on a turn behind."""
+    needs_sharing()
     done = launch(
         """
 import sys
@@ -406,6 +409,8 @@ with rx.Comm.world() as comm:
 
 @pytest.mark.ranks(2)
 def test_memory_goes_with_its_comm(comm):
+    needs_sharing()
+
     def mapped():
         return Path("/proc/self/maps").read_text().count("memfd:relaxmpi")
 
