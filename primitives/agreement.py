@@ -194,8 +194,9 @@ class Lane:
 
 def _alone(call: Call, flow: Flow[T]) -> Flow[T]:
     if call.refusal is not None:
+        flow.close()
         raise call.agreed_refusal()
-    return flow
+    return (yield from flow)
 
 
 def nothing() -> Flow[Any]:

@@ -32,7 +32,6 @@ __all__ = [
 
 Lossy = Codec | ErrorFeedback
 
-_NO_KEY = Key()
 _CODED = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -121,7 +120,7 @@ def claimed(
 ) -> Flow[Any]:
     """The flow in order, to which the memory around the codec, if any, belongs until it ends."""
     flow = ordered(comm, flat, flow)
-    if codec is not None and isinstance(codec, ErrorFeedback):
+    if isinstance(codec, ErrorFeedback):
         codec.claim(flow, verb, f"{len(flat.data)} x {flat.dtype}", comm.layout)
     return flow
 

@@ -277,14 +277,12 @@ class Coded:
 
 def wire_for(
     flat: Flat,
-    codec: Codec | ErrorFeedback | None,
+    codec: Codec | ErrorFeedback,
     key: Key,
     scratch: Scratch,
-    priced: Callable[[Codec], Codec] = lambda codec: codec,
-) -> Wire:
-    """Return the wire of one call, on which a codec's work has the price it has in its world."""
-    if codec is None:
-        return Plain(flat.device, flat.dtype, scratch)
+    priced: Callable[[Codec], Codec],
+) -> Coded:
+    """Return the wire of a coded call, whose work has the price that it has in its world."""
     if isinstance(codec, ErrorFeedback):
         return Coded(flat.device, flat.dtype, priced(codec.codec), codec, key, scratch)
     return Coded(flat.device, flat.dtype, priced(codec), None, key, scratch)

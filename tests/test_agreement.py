@@ -179,3 +179,15 @@ def test_a_memory_serves_one_buffer(comm):
     first.wait()
     memory.reset()
     rx.allreduce(comm, one(5), codec=memory)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_refused_call_that_is_started_fails_when_it_is_waited_for(comm):
+    work = rx.allreduce.start(comm, [1.0])
+    with pytest.raises(TypeError, match="not a buffer"):
+        work.wait()
+    with comm.trace():
+        traced = rx.allreduce.start(comm, [1.0])
+        with pytest.raises(TypeError, match="not a buffer"):
+            traced.wait()
+        assert rx.allreduce(comm, 1) == comm.size
