@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sharing import needs_sharing
 
 import relaxmpi as rx
-from relaxmpi.primitives import shared
+from relaxmpi.primitives import shared, shared_schedule
 from relaxmpi.primitives.devices import device_of
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.shared import Board, Slots
@@ -84,11 +84,19 @@ def reduced(parts, op, n):
     st.lists(st.sampled_from([1, 2, 7, 63, 64, 65, 500, 1001]), min_size=1, max_size=4),
     st.sampled_from(["f4", "f2", "f8", "i4", "u1", "c8"]),
     st.booleans(),
+    st.sampled_from([0, 500, shared_schedule._A_TURN]),
     st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=300, deadline=None)
-def test_all_orders_of_steps_give_the_same_sums(n, counts, dtype, in_place, seed):
+def test_all_orders_of_steps_give_the_same_sums(n, counts, dtype, in_place, a_turn, seed):
     """Calls one after the other, in slots of 256 bytes: one turn, two, and many pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_schedule, "_A_TURN", a_turn)
+        sums_in_disorder(n, counts, dtype, in_place, seed)
+
+
+def sums_in_disorder(n, counts, dtype, in_place, seed):
+    """Run the calls on all ranks, whose steps come in an order drawn by the seed."""
     draw = np.random.default_rng(seed)
     ops = [Op.SUM, Op.MAX] if dtype in ("i4", "u1") else [Op.SUM, Op.MEAN]
     calls = []
