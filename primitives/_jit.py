@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["as_float", "inlined", "jit"]
+__all__ = ["as_float", "compiles", "inlined", "jit"]
 
 # By name, because numba is typed in part, and which part depends on its version.
 numba: Any = import_module("numba")
@@ -33,6 +33,11 @@ _OPTIONS = {"nogil": True, "error_model": "numpy", "_nrt": False}
 
 # Seconds that a rank waits for another one that compiles; then it compiles for itself.
 LOCK_PATIENCE = 60.0
+
+
+def compiles() -> bool:
+    """Whether numba compiles at all: NUMBA_DISABLE_JIT=1 turns that off, for debuggers."""
+    return not numba.config.DISABLE_JIT
 
 
 def inlined(function: Callable[P, R]) -> Callable[P, R]:

@@ -8,9 +8,7 @@ arguments were refused takes part with a hash of the refusal, so that nobody wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from functools import lru_cache
-from hashlib import blake2b
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import numpy as np
@@ -31,21 +29,12 @@ _MASK = 2**62 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-@lru_cache(maxsize=4096)
-def _hash(what: tuple[Hashable, ...]) -> int:
-    text = repr(what).encode()
-    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
-
-
-class Vote(Protocol):
-    """What one rank says in an agreement, under way to all others.
+class Vote(Request, Protocol):
+    """What one rank says in an agreement, under way to all others: done when all have said theirs.
 
     Attributes:
-        request: Done when all ranks have said theirs.
         equal: Whether all said the same; afterwards.
     """
-
-    request: Request
 
     @property
     def equal(self) -> bool:
@@ -57,8 +46,13 @@ class Table(Protocol):
 
     size: int
 
-    def vote(self, code: int) -> Vote:
-        """Say a number of up to 62 bits."""
+    def vote(self, code: int, along: Request | None = None) -> Vote:
+        """Say a number of up to 62 bits.
+
+        Args:
+            code: The number.
+            along: What moves data next; it may take the vote along, and then is the vote.
+        """
 
 
 class ByMaximum:
@@ -68,15 +62,15 @@ class ByMaximum:
         self._link, self.size = link, link.size
         self._spare: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def vote(self, code: int) -> Vote:
-        """See `Table`."""
+    def vote(self, code: int, along: Request | None = None) -> Vote:
+        """See `Table`; messages take no other ones along."""
         mine, all_ = self._spare.pop() if self._spare else (np.empty(2, "i8"), np.empty(2, "i8"))
         mine[0], mine[1] = code, -code
         return _Maximum(self._link.imax(mine, all_), (mine, all_), self._spare)
 
 
 class _Maximum:
-    __slots__ = ("_arrays", "_spare", "request")
+    __slots__ = ("_arrays", "_request", "_spare")
 
     def __init__(
         self,
@@ -84,7 +78,10 @@ class _Maximum:
         arrays: tuple[np.ndarray, np.ndarray],
         spare: list[tuple[np.ndarray, np.ndarray]],
     ) -> None:
-        self.request, self._arrays, self._spare = request, arrays, spare
+        self._request, self._arrays, self._spare = request, arrays, spare
+
+    def test(self) -> bool:
+        return self._request.test()
 
     @property
     def equal(self) -> bool:
@@ -124,13 +121,14 @@ class Lane:
             take_back: Undoes its first step, where the ranks do not agree.
         """
         begun = next(flow)
-        number, vote = self._post(call)
+        number, vote = self._post(call, begun)
         try:
-            yield vote.request
+            yield vote
             if not vote.equal:
                 take_back()
                 yield from self._disagree(call, number, True)
-            yield begun
+            if vote is not begun:
+                yield begun
         except BaseException:
             flow.close()
             raise
@@ -142,18 +140,16 @@ class Lane:
             return _alone(call, flow)
         return self._before(call, self._post(call), flow)
 
-    def _post(self, call: Call) -> tuple[int, Vote]:
+    def _post(self, call: Call, along: Request | None = None) -> tuple[int, Vote]:
         number = self._count
         self._count = number + 1
         self._stats.header_bytes += 16
-        refusal = call.refusal
-        what = call.what if refusal is None else (type(refusal).__name__, *call.what)
-        return number, self._table.vote((_hash(what) ^ (number * _GOLDEN)) & _MASK)
+        return number, self._table.vote((call.digest ^ (number * _GOLDEN)) & _MASK, along)
 
     def _after(self, call: Call, posted: tuple[int, Vote], flow: Flow[T]) -> Flow[T]:
         number, vote = posted
         try:
-            yield vote.request
+            yield vote
             if not vote.equal:
                 yield from self._disagree(call, number, True)
             if call.refusal is not None:
@@ -168,7 +164,7 @@ class Lane:
         if call.refusal is not None:
             raise call.refusal  # the peers are in the middle of this call
         result = yield from flow
-        yield vote.request
+        yield vote
         if not vote.equal:
             yield from self._disagree(call, number, False)
         return result

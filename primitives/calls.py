@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import lru_cache
+from hashlib import blake2b
 
 __all__ = ["Call"]
+
+
+@lru_cache(maxsize=4096)
+def _digest(what: tuple[Hashable, ...]) -> int:
+    text = repr(what).encode()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
 
 
 class Call:
@@ -15,10 +23,25 @@ class Call:
         refusal: The error of this rank's arguments.
     """
 
-    __slots__ = ("refusal", "what")
+    __slots__ = ("_digest", "refusal", "what")
 
     def __init__(self, what: tuple[Hashable, ...], refusal: Exception | None = None) -> None:
         self.what, self.refusal = what, refusal
+        self._digest: int | None = None
+
+    @property
+    def digest(self) -> int:
+        """A number of 64 bits: other ones differ in it."""
+        if self._digest is None:
+            refusal = self.refusal
+            self._digest = _digest(
+                self.what if refusal is None else (type(refusal).__name__, *self.what)
+            )
+        return self._digest
+
+    def marked(self, mark: str) -> Call:
+        """Return the same call with a mark, if there is one."""
+        return Call((*self.what, mark), self.refusal) if mark else self
 
     def agreed_refusal(self) -> Exception:
         """Return the refusal, marked as one that all ranks raise."""

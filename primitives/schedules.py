@@ -11,13 +11,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from relaxmpi.primitives.devices import Device
+from relaxmpi.primitives.calls import Call
+from relaxmpi.primitives.devices import Device, Flat
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.transport import Every, Request
 from relaxmpi.primitives.wire import Plain, Wire, chunks
 from relaxmpi.primitives.work import Flow
 
 if TYPE_CHECKING:
+    from relaxmpi.primitives.primitive import Plan
     from relaxmpi.primitives.stream import Stream
 
 __all__ = ["FlatSchedule"]
@@ -46,6 +48,16 @@ class FlatSchedule:
         """Return what undoes the first step of an all-reduce in full precision.
 
         None where that step must not come before the agreement.
+        """
+        return None
+
+    def learn(self, call: Call, flat: Flat, op: Op, name: str) -> None:
+        """Take note of an all-reduce of numpy arrays that has been checked."""
+
+    def again(self, x: Any, out: Any, op: Op, name: str) -> Plan[Any] | None:
+        """Return the plan of such a call that has been learned; None where it must be checked.
+
+        The arguments are what the caller passed, whatever that is; None for `out` is `x`.
         """
         return None
 

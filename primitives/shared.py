@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relaxmpi.primitives.transport import Request
+from relaxmpi.primitives.turns import SharedTurn
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from relaxmpi.primitives.agreement import Vote
 
 __all__ = ["Board", "Shared", "Slots", "share"]
 
@@ -56,6 +59,7 @@ class Board:
 
     def __init__(self, words: memoryview, rank: int, size: int, nudge: Callable[[], Any]) -> None:
         self.size = size
+        self.rows = _rows(words, size)
         self._words, self._nudge = words, nudge
         self._mine = rank * _BOARD
         self._others = [r * _BOARD for r in range(size) if r != rank]
@@ -64,20 +68,27 @@ class Board:
         self._room = _RING
         self._waiting: deque[tuple[int, int]] = deque()
 
-    def vote(self, code: int) -> _Vote:
-        """Say a number; see `Table`."""
+    def vote(self, code: int, along: Request | None = None) -> Vote:
+        """Say a number, now or with a turn that can carry it; see `Table`."""
         number = self._cast + 1
         self._cast = number
         if number > self._room and (self._waiting or not self._has_room(number)):
             self._waiting.append((number, code))
+        elif isinstance(along, SharedTurn):
+            along.carry(self, number, code)
+            return along
         else:
             self._write(number, code)
         return _Vote(self, number, code)
 
     def _write(self, number: int, code: int) -> None:
-        words, at = self._words, self._mine + _LINE + number % _RING * 2
+        words, at = self._words, self._mine + self.entry(number)
         words[at + 1] = code
         words[at] = number
+
+    def entry(self, number: int) -> int:
+        """Return where in a row the vote of this number stands: the number itself, and a code."""
+        return _LINE + number % _RING * 2
 
     def _has_room(self, number: int) -> bool:
         """Whether everybody has read what an entry of this number would replace."""
@@ -85,8 +96,11 @@ class Board:
         self._room = _RING + min(self._words[row] for row in rows)
         return number <= self._room
 
-    def _heard(self, number: int) -> None:
+    def heard(self, number: int) -> None:
         """Tell the others that they may replace their entries, up to the first that is unread."""
+        if number == self._read + 1 and not self._early:
+            self._read = self._words[self._mine] = number
+            return
         self._early.add(number)
         while self._read + 1 in self._early:
             self._read += 1
@@ -100,18 +114,19 @@ class Board:
 
     def free(self) -> None:
         """Let go of the memory."""
-        self._words.release()
+        del self.rows
+        with suppress(BufferError):  # as in `Shared.free`
+            self._words.release()
 
 
 class _Vote:
-    """A vote, and the request that is done when all ranks have cast theirs."""
+    """See `Vote` of agreements."""
 
-    __slots__ = ("_board", "_code", "_done", "_looks", "_number", "equal", "request")
+    __slots__ = ("_board", "_code", "_done", "_looks", "_number", "equal")
 
     def __init__(self, board: Board, number: int, code: int) -> None:
         self._board, self._number, self._code = board, number, code
         self._looks, self._done, self.equal = 0, False, True
-        self.request: Request = self
 
     def test(self) -> bool:
         board, number = self._board, self._number
@@ -119,7 +134,7 @@ class _Vote:
             return True
         if board._waiting:
             board._flush()
-        words, at = board._words, _LINE + number % _RING * 2
+        words, at = board._words, board.entry(number)
         for row in board._others:
             if words[row + at] < number:
                 self._looks += 1
@@ -130,7 +145,7 @@ class _Vote:
             if words[row + at + 1] != self._code:
                 self.equal = False
         self._done = True
-        board._heard(number)
+        board.heard(number)
         return True
 
 
@@ -142,6 +157,8 @@ class Slots:
 
     Attributes:
         nbytes: Of each buffer.
+        rows: For each rank, which turn it has said.
+        last: The turn that was begun last.
     """
 
     def __init__(
@@ -153,15 +170,17 @@ class Slots:
         nudge: Callable[[], Any],
     ) -> None:
         self.nbytes = len(memory) // (2 * size)
-        self._words, self._nudge, self._turn = words, nudge, 0
+        self.rank, self.size, self.rows = rank, size, _rows(words, size)
+        self._words, self._nudge, self.last = words, nudge, 0
         self._mine = rank * _LINE
         self._others = [r * _LINE for r in range(size) if r != rank]
         self._buffers = memory.reshape(2, size, self.nbytes)
         self._views: dict[tuple[int, np.dtype[Any]], list[list[Any]]] = {}
+        self._whole: dict[np.dtype[Any], tuple[Any, Any]] = {}
 
     def turn(self, count: int, dtype: np.dtype[Any]) -> list[Any]:
         """Begin the next turn: the buffers of all ranks, as `count` numbers each."""
-        self._turn += 1
+        self.last += 1
         views = self._views.get((count, dtype))
         if views is None:
             if len(self._views) >= _KEPT:
@@ -169,23 +188,44 @@ class Slots:
             cut = self._buffers[:, :, : count * dtype.itemsize]
             views = [[buffer.view(dtype) for buffer in parity] for parity in cut]
             self._views[count, dtype] = views
-        return views[self._turn % 2]
+        return views[self.last % 2]
+
+    def next_turn(self, dtype: np.dtype[Any]) -> tuple[int, Any, Any]:
+        """Begin the next turn for compiled code.
+
+        Returns:
+            Its number, its buffers, a row a rank, and those of the turn after it, into which a
+            rank may write when all have said this one.
+        """
+        self.last += 1
+        whole = self._whole.get(dtype)
+        if whole is None:
+            even, odd = self._buffers.view(dtype)
+            whole = self._whole[dtype] = even, odd
+        return self.last, whole[self.last % 2], whole[(self.last + 1) % 2]
 
     def given(self) -> Request:
         """Say that this rank's buffer is filled; the request is done when all of them are."""
-        self._words[self._mine] = self._turn
-        return _Given(self, self._turn)
+        self._words[self._mine] = self.last
+        return _Given(self, self.last)
+
+    def nudge(self, looks: int) -> None:
+        """Let MPI move its messages, now and then, when somebody has looked so often in vain."""
+        if not looks % _NUDGE:
+            self._nudge()
 
     def take_back(self) -> None:
         """Undo a turn whose buffers nobody has asked for, and will not."""
-        self._turn -= 1
-        self._words[self._mine] = self._turn
+        self.last -= 1
+        self._words[self._mine] = self.last
 
     def free(self) -> None:
         """Let go of the memory."""
-        self._words.release()
         self._views.clear()
-        del self._buffers
+        self._whole.clear()
+        del self._buffers, self.rows
+        with suppress(BufferError):
+            self._words.release()
 
 
 class _Given:
@@ -202,8 +242,7 @@ class _Given:
         while self._left:
             if slots._words[slots._others[self._left - 1]] < self._turn:
                 self._looks += 1
-                if not self._looks % _NUDGE:
-                    slots._nudge()
+                slots.nudge(self._looks)
                 return False
             self._left -= 1
         return True
@@ -234,6 +273,11 @@ class Shared:
         self.slots.free()
         with suppress(BufferError):  # somebody keeps an error whose frames hold a view
             self._memory.close()
+
+
+def _rows(words: memoryview, size: int) -> Any:
+    """The same memory for compiled code, a row a rank."""
+    return np.frombuffer(words, np.int64).reshape(size, -1)
 
 
 def _head(size: int) -> int:

@@ -148,6 +148,7 @@ class Stream:
         if recorder is not None:
             recorder.enter()
             span = recorder.call(self, call.what)
+        call = call.marked(self.mark)
         flow = self._behind(call, flow)
         if recorder is not None and span is not None:
             flow = recorder.until_done(span, self, flow)
@@ -158,13 +159,11 @@ class Stream:
 
     def run(self, plan: Plan[T]) -> T:
         """Do the same in a blocking call, and return the result."""
-        call, flow, queue = plan.call, plan.flow, self.queue
         if self._world.recorder is not None:
-            return self.submit(call, flow).wait()
+            return self.submit(plan.call, plan.flow).wait()
+        call, flow, queue = plan.call.marked(self.mark), plan.flow, self.queue
         self.usable(call)
         if plan.take_back is not None and not self.rehearsed and queue.alone:
-            if self.mark:
-                call.what = (*call.what, self.mark)
             flow = self._started.around(call, flow, plan.take_back)
         else:
             flow = self._behind(call, flow)
@@ -172,8 +171,6 @@ class Stream:
 
     def _behind(self, call: Call, flow: Flow[T]) -> Flow[T]:
         """Post the agreement and return the flow behind it, or, when rehearsed, before it."""
-        if self.mark:
-            call.what = (*call.what, self.mark)
         if self.rehearsed:
             return self._started.before(call, flow)
         return self._started.after(call, flow)

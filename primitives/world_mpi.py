@@ -253,9 +253,9 @@ class MpiWorld:
 
     def schedule(self, comm: Stream) -> FlatSchedule:
         """See `World`."""
-        return (
-            FlatSchedule(comm) if comm.shared is None else SharedSchedule(comm, comm.shared.slots)
-        )
+        if comm.shared is None:
+            return FlatSchedule(comm)
+        return SharedSchedule(comm, comm.shared.slots, not self._patient)
 
     def background(self, queue: Queue) -> Background:
         """See `World`."""

@@ -1,0 +1,118 @@
+"""Turns of ranks that share memory, by compiled code: requests that move what they wait for.
+
+They use the words and slots of `shared` as `SharedSchedule` does in Python, so each rank may do it
+either way, and changes over without telling the others.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from relaxmpi.primitives.shared import Board, Slots
+
+__all__ = ["SharedTurn", "Turns"]
+
+# How often compiled code looks for the peers before Python gets its chance: some 50 microseconds,
+# or as many times that others may take the core.
+_LOOKS = 20_000
+_POLITE_LOOKS = 20
+
+_DTYPES = frozenset(np.dtype(name) for name in ("f4", "f8", "i4", "i8"))
+
+
+class Turns:
+    """The compiled turns of one Comm.
+
+    Args:
+        slots: Where its ranks put their numbers.
+        polite: Whether others may need the core of a rank that waits.
+    """
+
+    def __init__(self, slots: Slots, polite: bool) -> None:
+        self.slots, self.polite = slots, polite
+        self.looks = _POLITE_LOOKS if polite else _LOOKS
+        self.code: Any = import_module("relaxmpi.primitives._together")
+
+    def takes(self, x: Any) -> bool:
+        """Whether there is code for such an array: others would each be compiled for."""
+        return x.dtype in _DTYPES and bool(x.flags.carray)
+
+    def at_once(self, x: Any, out: Any, mean: bool) -> SharedTurn:
+        """Every rank reads and adds all."""
+        return self.again(x, out, self.spans(x), mean)
+
+    def spans(self, x: Any) -> Any:
+        """Return what `again` is told of an array of this length."""
+        return np.array([(0, len(x))] * self.slots.size)
+
+    def again(self, x: Any, out: Any, spans: Any, mean: bool) -> SharedTurn:
+        """Do the same as `at_once`."""
+        return SharedTurn(self, self.code.AT_ONCE, x, out, spans, 0, mean)
+
+    def scatter(
+        self, x: Any, out: Any, spans: list[tuple[int, int]], each: int, mean: bool
+    ) -> SharedTurn:
+        """Every rank reads and adds its span, for which there is room for `each` numbers."""
+        return SharedTurn(self, self.code.SCATTER, x, out, np.array(spans), each, mean)
+
+    def gather(self, out: Any, spans: list[tuple[int, int]], scattered: SharedTurn) -> SharedTurn:
+        """Every rank reads the spans of all others, whose sums are there if that turn was last."""
+        put = self.slots.last == scattered.number
+        kind = self.code.GATHER if put else self.code.GATHER_PUT
+        return SharedTurn(self, kind, out, out, np.array(spans), 0, False)
+
+
+class SharedTurn:
+    """One turn, and the request that is done when it is.
+
+    It can carry the vote on its call: then it moves nothing where that is not `equal`.
+
+    Attributes:
+        number: Of the turn.
+        equal: See `Vote`.
+    """
+
+    __slots__ = ("_board", "_call", "_looks", "_turns", "_vote", "_when", "equal", "number")
+
+    def __init__(
+        self,
+        turns: Turns,
+        kind: int,
+        x: Any,
+        out: Any,
+        spans: Any,
+        each: int,
+        mean: bool,
+    ) -> None:
+        slots = turns.slots
+        self.number, given, onward = slots.next_turn(x.dtype)
+        self._turns, self._looks = turns, 0
+        self._board: Board | None = None
+        self.equal = True
+        self._call = kind, x, out, given, onward, slots.rank, spans, each, mean
+        self._vote = slots.rows, 0, 0, 0
+        self._when = slots.rows, self.number, turns.looks, turns.polite, np.zeros(1, np.int64)
+
+    def carry(self, board: Board, number: int, code: int) -> None:
+        """Cast this vote when the turn begins."""
+        self._board = board
+        self._vote = board.rows, board.entry(number), number, code
+
+    def test(self) -> bool:
+        """Move what can be moved; whether that was all."""
+        turns = self._turns
+        code = turns.code
+        stage = code.turn(*self._call, *self._vote, *self._when)
+        if stage == code.LATE:
+            self._looks += 1
+            turns.slots.nudge(self._looks)
+            return False
+        if self._board is not None:
+            self.equal = stage != code.DIFFER
+            board, self._board = self._board, None
+            board.heard(self._vote[2])
+        return True
