@@ -101,7 +101,7 @@ class Lane:
         # Descriptions are gathered when a flow runs, when later calls may have agreed already:
         # on a link that is only used in the order in which flows run.
         self._table, self._ordered, self._stats = table, ordered, stats
-        self._count = 0
+        self._count = self._salt = 0
 
     def after(self, call: Call, flow: Flow[T]) -> Flow[T]:
         """Vote now; the flow returned begins when all ranks have agreed.
@@ -144,7 +144,8 @@ class Lane:
         number = self._count
         self._count = number + 1
         self._stats.header_bytes += 16
-        return number, self._table.vote((call.digest ^ (number * _GOLDEN)) & _MASK, along)
+        self._salt = (self._salt + _GOLDEN) & _MASK
+        return number, self._table.vote((call.digest & _MASK) ^ self._salt, along)
 
     def _after(self, call: Call, posted: tuple[int, Vote], flow: Flow[T]) -> Flow[T]:
         number, vote = posted

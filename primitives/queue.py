@@ -82,7 +82,7 @@ class Queue:
         """Append a flow and let it run as far as it can."""
         return self._take(Work(self, flow, call, patience), None)
 
-    def run(self, flow: Flow[T], call: Callable[[], str], patience: Callable[[], Patience]) -> T:
+    def run(self, flow: Flow[T], call: Callable[[], str], patience: Patience) -> T:
         """Run a flow to its end and return its result.
 
         One that is `alone` and ends soon never becomes a work: the upkeep of a work costs as
@@ -93,7 +93,7 @@ class Queue:
         if brisk and self.alone:
             begin = now = self.now()
             looked = False
-            outer = running_queue()
+            outer = getattr(here, "queue", None)
             try:
                 here.queue = self
                 while now - begin < brisk:
@@ -116,7 +116,7 @@ class Queue:
                 self._ran(patience)
                 return cast("T", stop.value)
             except BaseException as error:
-                work = Work(self, flow, call, patience())
+                work = Work(self, flow, call, patience)
                 if getgeneratorstate(flow) == GEN_CLOSED:
                     self._ran_badly(work, error)
                 else:  # a signal handler's: the messages are under way all the same
@@ -125,13 +125,12 @@ class Queue:
             finally:
                 here.queue = outer
             self._stats.waited += self.now() - begin
-        return self._take(Work(self, flow, call, patience()), request).wait()
+        return self._take(Work(self, flow, call, patience), request).wait()
 
-    def _ran(self, patience: Callable[[], Patience]) -> None:
+    def _ran(self, patience: Patience) -> None:
         """Count a call that never became a work."""
-        counted = patience()
-        counted.begin()
-        counted.end()
+        patience.begin()
+        patience.end()
 
     def _ran_badly(self, work: Work[Any], error: BaseException) -> None:
         """Count such a call that failed, and see who must hear of it."""

@@ -116,8 +116,6 @@ class SharedSchedule(FlatSchedule):
         turns = self._compiled() if op.additive else None
         if turns is not None and turns.takes(x) and turns.takes(out):
             return self._by_turns(turns, x, out, op is Op.MEAN, at_once)
-        if self._is_one(x):
-            return self._at_once(device, x, out, op, wire)
         return self._in_pieces(device, x, out, op, wire, at_once)
 
     def _compiled(self) -> Turns | None:
@@ -146,6 +144,8 @@ class SharedSchedule(FlatSchedule):
 
     def _pieces(self, x: Any) -> list[tuple[int, int]]:
         """Cut a buffer into what goes in one turn, or in two."""
+        if self._is_one(x):
+            return [(0, len(x))]
         return chunks(len(x), -(-len(x) // (self._each(x) * self._comm.size)))
 
     def _at_once(self, device: Device, x: Any, out: Any, op: Op, wire: Plain) -> Flow[None]:

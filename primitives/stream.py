@@ -167,16 +167,13 @@ class Stream:
             flow = self._started.around(call, flow, plan.take_back)
         else:
             flow = self._behind(call, flow)
-        return queue.run(flow, call.__str__, self._look_after)
+        return queue.run(flow, call.__str__, self._notices)
 
     def _behind(self, call: Call, flow: Flow[T]) -> Flow[T]:
         """Post the agreement and return the flow behind it, or, when rehearsed, before it."""
         if self.rehearsed:
             return self._started.before(call, flow)
         return self._started.after(call, flow)
-
-    def _look_after(self) -> Patience:
-        return self._notices
 
     @property
     def seat(self) -> tuple[int, int]:
@@ -204,8 +201,8 @@ class Stream:
         if self._world.recorder is not None:
             return self.exchange(move, route, step, held=True).wait()
         exchange, flow = self._posted(move, route, step, held=True)
-        pool, edges = self.edges.pool, self.edges
-        return pool.run(flow, exchange.__str__, lambda: edges.patience(exchange))
+        edges = self.edges
+        return edges.pool.run(flow, exchange.__str__, edges.patience(exchange))
 
     def _posted(
         self, move: Move, route: Route, step: int | None, held: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from relaxmpi.primitives.errors import RelaxError
@@ -56,7 +56,7 @@ class Pool(Queue):
         """Whether a call has this pool, and the queues that move with it, to itself."""
         return super().alone and not self._beside.filled
 
-    def _ran(self, patience: Callable[[], Patience]) -> None:
+    def _ran(self, patience: Patience) -> None:
         """Nobody counts the calls of this lane."""
 
     def _ran_badly(self, work: Work[Any], error: BaseException) -> None:
