@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.devices import Device, Flat
-from relaxmpi.primitives.ops import MEAN, SUM, Op
-from relaxmpi.primitives.primitive import Plan
+from relaxmpi.primitives.learned import Learned, sent_by
+from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.turns import Turns
 from relaxmpi.primitives.wire import Plain, Wire, chunks
 from relaxmpi.primitives.work import Flow
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.shared import Slots
+    from relaxmpi.primitives.primitive import Plan
+    from relaxmpi.primitives.slots import Slots
     from relaxmpi.primitives.stream import Stream
 
 __all__ = ["SharedSchedule"]
@@ -27,20 +26,14 @@ __all__ = ["SharedSchedule"]
 # n + 3 times the buffer, its own to its slot and all that are given to their sum, in two 5 - 2 / n.
 _A_TURN = 640 * 1024
 
+# Bytes from which messages are faster for all but all-reduces: MPI copies long ones once, from one
+# process to the other, where slots take two copies. An all-to-all has less for each copy.
+_LONG = 2 * 1024 * 1024
+_LONG_TO_ALL = 512 * 1024
+
 # All-reduces before numba is imported, for which a program with fewer of them would wait longer
 # than for all of them.
 _WARM_UP = 100
-
-# Calls whose checks are remembered.
-_MOST_KNOWN = 256
-
-
-class _Known(NamedTuple):
-    """A call that has been checked, and what compiled code is told about it."""
-
-    call: Call
-    spans: Any
-    sent: tuple[int, int]
 
 
 class SharedSchedule(FlatSchedule):
@@ -59,7 +52,7 @@ class SharedSchedule(FlatSchedule):
         self._slots, self._polite = slots, polite
         self._cold = _WARM_UP
         self._turns: Turns | None = None
-        self._known: dict[tuple[Any, ...], _Known] = {}
+        self._learned = Learned(comm)
 
     def undoing(self, device: Device) -> Callable[[], None] | None:
         """See `FlatSchedule`: a slot that nobody reads is as good as one that was never filled."""
@@ -67,38 +60,12 @@ class SharedSchedule(FlatSchedule):
 
     def learn(self, call: Call, flat: Flat, op: Op, name: str) -> None:
         """See `FlatSchedule`: a call of one compiled turn is made again without its checks."""
-        x, turns = flat.data, self._turns
-        if turns is None or not turns.takes(x) or not op.additive or not self._is_one(x):
-            return
-        if len(self._known) >= _MOST_KNOWN:
-            self._known.clear()
-        self._known[flat.shape, x.dtype, op is MEAN, name] = _Known(
-            call, turns.spans(x), self._sent(x)
-        )
+        if self._turns is not None and self._is_one(flat.data):
+            self._learned.add(self._turns, call, flat, op, name)
 
     def again(self, x: Any, out: Any, op: Op, name: str) -> Plan[Any] | None:
         """See `FlatSchedule`."""
-        turns = self._turns
-        if turns is None or type(x) is not np.ndarray or type(name) is not str:
-            return None
-        if op is not SUM and op is not MEAN:
-            return None
-        known = self._known.get((x.shape, x.dtype, op is MEAN, name))
-        if known is None or not x.flags.carray:
-            return None
-        if out is None:
-            out = x
-        elif type(out) is not np.ndarray or (out.shape, out.dtype) != (x.shape, x.dtype):
-            return None
-        elif not out.flags.carray or np.may_share_memory(x, out):
-            return None
-        flow = self._once(turns, known, x, out, op is MEAN)
-        return Plan(known.call, flow, self._slots.take_back)
-
-    def _once(self, turns: Turns, known: _Known, x: Any, out: Any, mean: bool) -> Flow[Any]:
-        yield turns.again(x.reshape(-1), out.reshape(-1), known.spans, mean)
-        self._count(*known.sent)
-        return out
+        return None if self._turns is None else self._learned.plan(self._turns, x, out, op, name)
 
     def _is_one(self, x: Any) -> bool:
         """Whether one turn is enough for an all-reduce."""
@@ -128,7 +95,7 @@ class SharedSchedule(FlatSchedule):
 
     def _by_turns(self, turns: Turns, x: Any, out: Any, mean: bool, at_once: bool) -> Flow[None]:
         n = self._comm.size
-        self._count(*self._sent(x))
+        self._count(*sent_by(self._comm.size, x))
         for lo, hi in self._pieces(x):
             if at_once:
                 yield turns.at_once(x[lo:hi], out[lo:hi], mean)
@@ -155,7 +122,7 @@ class SharedSchedule(FlatSchedule):
         given = slots.turn(len(x), x.dtype)
         device.copy(given[comm.rank], x)
         yield slots.given()
-        self._count(*self._sent(x))
+        self._count(*sent_by(self._comm.size, x))
         wire.deliver(wire.reduced(given, out, op), out, op, n)
 
     def _in_pieces(
@@ -175,7 +142,7 @@ class SharedSchedule(FlatSchedule):
         self, device: Device, x: Any, place: Any, op: Op, wire: Wire, bounds: list[tuple[int, int]]
     ) -> Flow[Any]:
         """See `FlatSchedule`. Slots have a part for each rank, which only that one reads."""
-        if not _takes(wire, device):
+        if not _takes(wire, device) or x.nbytes > _LONG:
             return (yield from super().reduce_scatter(device, x, place, op, wire, bounds))
         n, me, slots = self._comm.size, self._comm.rank, self._slots
         wide = wire.work != wire.dtype
@@ -209,7 +176,7 @@ class SharedSchedule(FlatSchedule):
         bounds: list[tuple[int, int]],
     ) -> Flow[None]:
         """See `FlatSchedule`. All ranks read all of every slot."""
-        if not _takes(wire, device):
+        if not _takes(wire, device) or out.nbytes > _LONG:
             yield from super().gather(device, total, place, out, op, wire, bounds)
             return
         n, me, slots = self._comm.size, self._comm.rank, self._slots
@@ -228,10 +195,57 @@ class SharedSchedule(FlatSchedule):
                     wire.unpack(given[r][: hi - lo], out[lo:hi], op, n)
         self._count((n - 1) * place.nbytes, n - 1)
 
-    def _sent(self, x: Any) -> tuple[int, int]:
-        """Bytes and messages of an all-reduce."""
-        n = self._comm.size
-        return 2 * (n - 1) * x.nbytes // n, 2 * (n - 1)
+    def allgather(self, device: Device, x: Any, places: list[Any], wire: Wire) -> Flow[None]:
+        """See `FlatSchedule`. All ranks read all of every slot."""
+        if not _takes(wire, device) or sum(place.nbytes for place in places) > _LONG:
+            yield from super().allgather(device, x, places, wire)
+            return
+        n, me, slots = self._comm.size, self._comm.rank, self._slots
+        each = slots.nbytes // x.itemsize
+        for at in range(0, max(map(len, places)), each):
+            given = slots.turn(each, x.dtype)
+            mine = x[at : at + each]
+            device.copy(given[me][: len(mine)], mine)
+            yield slots.given()
+            for place, slot in zip(places, given, strict=True):
+                part = place[at : at + each]
+                device.copy(part, slot[: len(part)])
+        self._count((n - 1) * x.nbytes, n - 1)
+
+    def alltoall(self, device: Device, x: Any, out: Any) -> Flow[None]:
+        """See `FlatSchedule`. Slots have a part for each rank, which only that one reads."""
+        if device.name != "cpu" or x.nbytes > _LONG_TO_ALL:
+            yield from super().alltoall(device, x, out)
+            return
+        n, me, slots, each = self._comm.size, self._comm.rank, self._slots, self._each(x)
+        rows, results = x.reshape(n, -1), out.reshape(n, -1)
+        for at in range(0, rows.shape[1], each):
+            given = slots.turn(n * each, x.dtype)
+            part = rows[:, at : at + each]
+            count = part.shape[1]
+            device.copy(given[me].reshape(n, each)[:, :count], part)
+            yield slots.given()
+            for r, slot in enumerate(given):
+                device.copy(results[r, at : at + count], slot[me * each : me * each + count])
+        self._count((n - 1) * x.nbytes // n, n - 1)
+
+    def broadcast(self, device: Device, x: Any, root: int) -> Flow[None]:
+        """See `FlatSchedule`. All ranks read the slot of one."""
+        if device.name != "cpu" or x.nbytes > _LONG:
+            yield from super().broadcast(device, x, root)
+            return
+        slots = self._slots
+        each = slots.nbytes // x.itemsize
+        for at in range(0, len(x), each):
+            part = x[at : at + each]
+            slot = slots.turn(each, x.dtype)[root][: len(part)]
+            if self._comm.rank == root:
+                device.copy(slot, part)
+            yield slots.given()
+            if self._comm.rank != root:
+                device.copy(part, slot)
+        if self._comm.rank == root:
+            self._count(x.nbytes, 1)
 
     def _count(self, nbytes: int, messages: int) -> None:
         self._comm.stats.payload_bytes += nbytes

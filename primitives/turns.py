@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from relaxmpi.primitives.shared import Board, Slots
+    from relaxmpi.primitives.board import Board
+    from relaxmpi.primitives.slots import Slots
 
 __all__ = ["SharedTurn", "Turns"]
 

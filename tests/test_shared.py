@@ -17,13 +17,15 @@ from hypothesis import strategies as st
 from sharing import needs_sharing
 
 import relaxmpi as rx
-from relaxmpi.primitives import shared, shared_schedule
+from relaxmpi.primitives import board, shared_schedule
+from relaxmpi.primitives.board import Board
 from relaxmpi.primitives.devices import device_of
 from relaxmpi.primitives.ops import Op
-from relaxmpi.primitives.shared import Board, Slots
 from relaxmpi.primitives.shared_schedule import SharedSchedule
+from relaxmpi.primitives.slots import Slots
 from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.wire import Plain, chunks
+from relaxmpi.primitives.words import LINE
 
 MANY = pytest.mark.ranks(2, 3, 4)
 CPU = device_of(np.zeros(1))
@@ -34,14 +36,14 @@ def nothing():
 
 
 def boards(n):
-    memory = memoryview(bytearray(8 * n * shared._BOARD)).cast("q")
+    memory = memoryview(bytearray(8 * n * board.ROW)).cast("q")
     return [Board(memory, rank, n, nothing) for rank in range(n)]
 
 
 def schedules(n, nbytes, compiled=()):
     """All ranks of a host of n, in this process, with slots of so many bytes."""
     memory = np.zeros(2 * n * nbytes, np.uint8)
-    told = memoryview(bytearray(8 * n * shared._LINE)).cast("q")
+    told = memoryview(bytearray(8 * n * LINE)).cast("q")
     made = []
     for rank in range(n):
         comm = type("Host", (), {})()
@@ -148,13 +150,58 @@ def test_scatter_and_gather_with_chunks_of_any_length(n, count, seed):
     assert all((out == right).all() for out in outs)
 
 
+@given(
+    st.integers(2, 5),
+    st.lists(st.sampled_from([1, 2, 7, 40, 41, 64, 65, 500]), min_size=1, max_size=4),
+    st.sampled_from(["f4", "f2", "f8", "u1", "c8", "bool"]),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=200, deadline=None)
+def test_all_orders_of_steps_move_the_same_numbers(n, counts, dtype, seed):
+    """All-gathers, all-to-alls and broadcasts one after the other, in slots of 256 bytes."""
+    draw = np.random.default_rng(seed)
+    calls = []
+    for count in counts:
+        xs = [draw.integers(0, 40, (n, count)).astype(dtype) for _ in range(n)]
+        outs = [np.zeros_like(x) for x in xs]
+        cuts = [0, *sorted(draw.integers(0, n * count + 1, n - 1).tolist()), n * count]
+        calls.append((draw.integers(3), xs, outs, list(pairwise(cuts)), int(draw.integers(n))))
+
+    def program(rank, schedule):
+        for verb, xs, outs, bounds, root in calls:
+            x, out = xs[rank].reshape(-1), outs[rank].reshape(-1)
+            if verb == 0:
+                wire = Plain(CPU, CPU.flat(x).dtype, schedule._comm.scratch)
+                places = [out[lo:hi] for lo, hi in bounds]
+                yield from schedule.allgather(CPU, x[slice(*bounds[rank])], places, wire)
+            elif verb == 1:
+                yield from schedule.alltoall(CPU, x, out)
+            else:
+                out[:] = x
+                yield from schedule.broadcast(CPU, out, root)
+
+    ranks = schedules(n, 256)
+    run([program(r, s) for r, s in enumerate(ranks)], seed)
+    for verb, xs, outs, bounds, root in calls:
+        for rank, out in enumerate(outs):
+            if verb == 0:
+                right = np.concatenate(
+                    [x.reshape(-1)[lo:hi] for x, (lo, hi) in zip(xs, bounds, strict=True)]
+                )
+            elif verb == 1:
+                right = np.stack([x[rank] for x in xs])
+            else:
+                right = xs[root]
+            assert out.tobytes() == right.tobytes()
+
+
 @given(st.integers(2, 4), st.sampled_from([1, 9]), st.integers(0, 2**32 - 1))
 @settings(max_examples=100, deadline=None)
 def test_votes_find_each_other_however_far_a_rank_is_ahead(n, among, seed):
     """Rings of 16 entries: who has cast more than others have read waits for room, silently."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "_RING", 16)
-        patch.setattr(shared, "_BOARD", shared._LINE + 32)
+        patch.setattr(board, "_RING", 16)
+        patch.setattr(board, "ROW", LINE + 32)
         vote_in_disorder(n, among, seed)
 
 
@@ -280,6 +327,30 @@ def test_messages_reduce_to_the_same_bytes(comm, dtype):
         x = draw.integers(0, 50, count).astype(dtype)
         right = rx.allreduce(by_messages, x.copy(), op=op)
         assert rx.allreduce(comm, x, op=op).tobytes() == right.tobytes()
+
+
+@MANY
+@pytest.mark.parametrize("dtype", ["f4", "f2", "i8", "c8", "bool"])
+def test_messages_move_the_same_numbers(comm, dtype):
+    """Also longer than a slot, and counted alike."""
+    by_messages = rx.Comm(comm._world, replace(comm.settings, shared_memory=0))
+    draw = np.random.default_rng(comm.rank)
+    for count in (1, 1001, 2_200_001 if dtype == "f4" else 70_001):
+        x = draw.integers(0, 2, (comm.size, count)).astype(dtype)
+        mine = x[comm.rank]
+        for verb in (
+            lambda comm, x=mine: rx.allgather(comm, x),
+            lambda comm, x=x: rx.alltoall(comm, x.copy()),
+            lambda comm, x=x: rx.alltoall(comm, x, np.empty_like(x)),
+            lambda comm, x=mine: rx.broadcast(comm, x.copy(), root=comm.size - 1),
+            lambda comm, x=mine: rx.broadcast(comm, x.copy(), root=0),
+        ):
+            moved = []
+            for by in (comm, by_messages):
+                before = by.stats.payload_bytes
+                result = verb(by)
+                moved.append((result.shape, result.tobytes(), by.stats.payload_bytes - before))
+            assert moved[0] == moved[1]
 
 
 @MANY
