@@ -11,6 +11,7 @@ from sharing import needs_sharing
 
 import relaxmpi as rx
 from relaxmpi.primitives.shared_schedule import _WARM_UP
+from relaxmpi.primitives.wire import chunks
 
 MANY = pytest.mark.ranks(2, 3, 4)
 
@@ -59,6 +60,28 @@ def test_sums_are_rounded_in_the_order_of_ranks(warm):
             x = parts[warm.rank].copy()
             expected = right / np.float32(warm.size) if op is rx.MEAN else right
             assert rx.allreduce(warm, x, op=op).tobytes() == expected.tobytes()
+
+
+@MANY
+def test_a_sum_is_put_again_where_another_turn_came_between(warm):
+    """As where a primitive goes on with its parts by turns."""
+    turns, n = warm.schedule._turns, warm.size
+    x, y = np.arange(50.0) + warm.rank, np.ones(7)
+    bounds = chunks(len(x), n)
+    for between in (False, True):
+        out = np.empty_like(x)
+        scatter = turns.scatter(x, out, bounds, len(x), False)
+        while not scatter.test():
+            pass
+        if between:
+            turn = turns.at_once(y, y, True)
+            while not turn.test():
+                pass
+        gather = turns.gather(out, bounds, scatter)
+        while not gather.test():
+            pass
+        assert (out == np.arange(50) * n + sum(range(n))).all()
+    assert (y == 1).all()
 
 
 @MANY
