@@ -93,12 +93,12 @@ def test_payload_on_the_wire_is_what_nbytes_says(comm, codec):
 @codecs
 @pytest.mark.parametrize("op", [rx.MEAN, rx.SUM])
 def test_feedback_telescopes(comm, codec, op):
-    """sum y = sum mean x - mean e - E, over 50 steps, to rounding."""
+    """sum y = sum mean x - mean e - E, over 20 steps, to rounding."""
     memory, n = rx.ErrorFeedback(codec), comm.size
     for d in (1, n + 1, 1001):
         memory.reset()
         exact, got = np.zeros(d), np.zeros(d)
-        for t in range(50):
+        for t in range(20):
             exact += sum(draw(r, t, d) for r in range(n)) / n
             y = rx.allreduce(comm, draw(comm.rank, t, d), op=op, codec=memory)
             got += y / n if op is rx.SUM else y
@@ -122,12 +122,13 @@ def test_feedback_reaches_the_mean_of_constant_input(comm):
         memory, d = rx.ErrorFeedback(codec), 700
         x = draw(comm.rank, 0, d, "f4")
         mean = rx.allreduce(comm, x.copy(), op=rx.MEAN)
+        last = 400 if codec == rx.OneBit() else 200  # by far the slowest
         got, wrong = np.zeros(d), {}
-        for t in range(1, 401):
+        for t in range(1, last + 1):
             got += rx.allreduce(comm, x.copy(), op=rx.MEAN, codec=memory)
             wrong[t] = np.sqrt(((got / t - mean) ** 2).mean())
-        assert wrong[400] < 0.8 * wrong[200]  # the residuals grow slower than t
-        assert wrong[400] < 0.05 * np.sqrt((mean**2).mean())
+        assert wrong[last] < 0.8 * wrong[last // 2]  # the residuals grow slower than t
+        assert wrong[last] < 0.05 * np.sqrt((mean**2).mean())
 
 
 @MANY

@@ -52,10 +52,9 @@ def program(d, dtype):
 
 @pytest.mark.parametrize(("n", "each"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2), (4, 1), (7, 3)])
 def test_nodes_mix_and_their_ranks_are_equal(n, each):
-    for dtype in ("f8", "f2"):
-        for d in (0, 1, 7, 130):
-            ends = rx.SimulatedWorld(n, ranks_per_node=each).run(program, d, dtype)
-            assert all(ends[r] == ends[r // each * each] for r in range(n))
+    for d, dtype in ((0, "f2"), (1, "f8"), (7, "f2"), (130, "f8")):
+        ends = rx.SimulatedWorld(n, ranks_per_node=each).run(program, d, dtype)
+        assert all(ends[r] == ends[r // each * each] for r in range(n))
 
 
 @pytest.mark.ranks(2, 3, 4)

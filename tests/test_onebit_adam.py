@@ -365,7 +365,7 @@ def test_units_are_exact_and_near_the_root_of_the_variance(comm, dtype):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("codec", [rx.OneBit(), rx.OneBit("l2"), AnyOneBit(), rx.Quantizer(4)])
 def test_coordinates_without_variance_stay_as_they_are(comm, codec):
-    """Check 35: bit for bit through 1,000 steps, nothing owed, and no part in the scales."""
+    """Check 35: bit for bit through 200 steps, nothing owed, and no part in the scales."""
     rows = np.zeros((8, 16), bool)
     rows[[2, 5, 6]] = True
     idle = rows.ravel()
@@ -374,7 +374,7 @@ def test_coordinates_without_variance_stay_as_they_are(comm, codec):
     opt = rx.OneBitAdam(2, codec=codec).bind(comm, x, lr=1e-3)
     twin = rx.OneBitAdam(2, codec=codec).bind(comm, dense, lr=1e-3)
     numbers = np.random.default_rng(comm.rank)
-    for _ in range(1000 if codec == rx.OneBit() else 20):
+    for _ in range(200 if codec == rx.OneBit() else 20):
         g = numbers.standard_normal(128).astype("f4")
         g[idle] = 0
         twin.step(g[~idle].copy())
@@ -408,8 +408,11 @@ def test_a_buffer_without_any_gradient_stays_in_warm_up(comm):
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("codec", [rx.OneBit(), AnyOneBit(), rx.Quantizer(4), rx.Identity()])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("when", [1, 5], ids=["warm-up", "signs"])
+@pytest.mark.parametrize(
+    ("bad", "when"),
+    [(np.nan, 1), (np.nan, 5), (np.inf, 5), (-np.inf, 1)],
+    ids=["nan-warm-up", "nan-signs", "inf-signs", "-inf-warm-up"],
+)
 def test_a_gradient_that_is_not_finite_leaves_the_step_out_on_all(comm, codec, bad, when):
     """Checks 22 and 37: as if it had not been, for parameters, moments and residuals."""
     grads = gradients(comm.rank, 10, 4099)

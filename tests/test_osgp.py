@@ -157,20 +157,21 @@ def test_law_mass_changes_by_the_gradients_alone(tau, early, seed):
             x, grad = np.array([float(comm.rank)]), pulls(comm)
             opt = rx.OSGP(tau, send_every=1, early=early).bind(comm, x, lr=lr)
             means, grads, oldest = [opt.mean()[0]], [], 0
-            for t in range(200):
+            for t in range(160):
                 g = grad(x)
-                grads.append(rx.allreduce(comm, float(g[0]), op=rx.MEAN))
+                if t < 20:
+                    grads.append(rx.allreduce(comm, float(g[0]), op=rx.MEAN))
                 comm.compute(1e-3)
                 opt.step(g.copy())
                 oldest = max([oldest, *(t - sent for sent, _ in opt.flight)])
-                if t < 50:
+                if t < 20:
                     means.append(opt.mean()[0])
             weight = rx.allreduce(comm, opt.w[0] + sum(d for *_, d in opt._land()))
             opt.finish()
             return means, grads, oldest, weight, x[0]
 
     for means, grads, oldest, weight, x in simulate(n, run, seed, delayed=True):
-        np.testing.assert_allclose(np.diff(means), -lr * np.array(grads[:50]), atol=1e-14)
+        np.testing.assert_allclose(np.diff(means), -lr * np.array(grads), atol=1e-14)
         assert oldest == tau - 1 or early
         assert oldest < tau
         assert abs(weight - n) < 1e-12

@@ -144,7 +144,7 @@ def several(codec, nodes, overlapped):
         return b"".join(h.tobytes() for h in held)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     world=worlds(),
     codec=st.sampled_from(CODECS),

@@ -1,5 +1,7 @@
 """Outside: one outcome for each item, and a new world where one is lost."""
 
+import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -37,11 +39,24 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         return
     only = mark.kwargs.get("mpi")
     worlds = [Place(s, n) for s in stacks() if only in (None, s.name) for n in mark.args]
+    here = getattr(metafunc.config.pluginmanager.get_plugin("mpi-worlds"), "here", None)
+    if here:  # a rank needs the items of its own world only
+        worlds = [w for w in worlds if (w.stack.name, w.n) == here]
     if "mpi_world" not in metafunc.fixturenames:
         metafunc.fixturenames.append("mpi_world")
     metafunc.parametrize(
         "mpi_world", worlds, indirect=True, ids=[f"{w.stack.name}-n{w.n}" for w in worlds]
     )
+
+
+def keep_bytecode() -> None:
+    """Write bytecode even where PYTHONDONTWRITEBYTECODE says not to, as containers like to.
+
+    Else each rank of each world would rewrite the assertions of all test modules anew, which
+    takes longer than all that it then tests, and each job would compile the package.
+    """
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 class Outer:
@@ -51,6 +66,7 @@ class Outer:
         # Test modules may import mpi4py.MPI: in this process that must not start MPI, or the
         # launchers would take it for a rank.
         mpi4py.rc.initialize = False
+        keep_bytecode()
         self.config = config
         self.stacks = stacks()
         self.world: World | None = None

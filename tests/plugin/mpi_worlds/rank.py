@@ -21,7 +21,8 @@ class Rank:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.folder = Path(os.environ[FOLDER])
-        n, self.names = plan(self.folder)
+        name, n, self.names = plan(self.folder)
+        self.here = name, n
         stacks()  # kept from now on: the variables go, so that no test depends on them
         # SIGUSR1 gives every thread's stack, also from inside an MPI call.
         self.stack = (self.folder / f"stack-{os.getpid()}").open("w")

@@ -34,7 +34,7 @@ class World:
     def start(self, items: list[pytest.Item]) -> "World":
         (self._folder / "tmp").mkdir()
         (self._folder / "plan").write_text(
-            json.dumps({"n": self.n, "items": [item.nodeid for item in items]})
+            json.dumps([self._stack.name, self.n, [item.nodeid for item in items]])
         )
         env = {
             FOLDER: str(self._folder),
@@ -139,7 +139,7 @@ def announce(folder: Path, rank: int) -> None:
     draft.rename(folder / f"pid-{rank}")
 
 
-def plan(folder: Path) -> tuple[int, list[str]]:
-    """The world's size and its items, as written by the outer process."""
-    data = json.loads((folder / "plan").read_text())
-    return data["n"], data["items"]
+def plan(folder: Path) -> tuple[str, int, list[str]]:
+    """The world's MPI, its size and its items, as written by the outer process."""
+    stack, n, items = json.loads((folder / "plan").read_text())
+    return stack, n, items
