@@ -13,6 +13,9 @@ CONFIG := pyproject.toml setup.cfg constraints.txt
 # pip reads [dependency-groups] since 25.1.
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 
+# Tests and demo start hundreds of processes: each would compile the package anew, and the tests.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test lint format venv clean
 
 demo: .venv/ready

@@ -1,7 +1,5 @@
 """Outside: one outcome for each item, and a new world where one is lost."""
 
-import os
-import sys
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -49,16 +47,6 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     )
 
 
-def keep_bytecode() -> None:
-    """Write bytecode even where PYTHONDONTWRITEBYTECODE says not to, as containers like to.
-
-    Else each rank of each world would rewrite the assertions of all test modules anew, which
-    takes longer than all that it then tests, and each job would compile the package.
-    """
-    sys.dont_write_bytecode = False
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
-
 class Outer:
     """Plugin of the pytest that the user started."""
 
@@ -66,7 +54,6 @@ class Outer:
         # Test modules may import mpi4py.MPI: in this process that must not start MPI, or the
         # launchers would take it for a rank.
         mpi4py.rc.initialize = False
-        keep_bytecode()
         self.config = config
         self.stacks = stacks()
         self.world: World | None = None
