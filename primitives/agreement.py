@@ -29,12 +29,17 @@ _MASK = 2**62 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class Vote(Request, Protocol):
-    """What one rank says in an agreement, under way to all others: done when all have said theirs.
+class Vote(Protocol):
+    """What one rank says in an agreement, under way to all others.
 
     Attributes:
+        request: Done when all ranks have said theirs.
         equal: Whether all said the same; afterwards.
     """
+
+    @property
+    def request(self) -> Request:
+        """See above."""
 
     @property
     def equal(self) -> bool:
@@ -70,7 +75,7 @@ class ByMaximum:
 
 
 class _Maximum:
-    __slots__ = ("_arrays", "_request", "_spare")
+    __slots__ = ("_arrays", "_spare", "request")
 
     def __init__(
         self,
@@ -78,10 +83,7 @@ class _Maximum:
         arrays: tuple[np.ndarray, np.ndarray],
         spare: list[tuple[np.ndarray, np.ndarray]],
     ) -> None:
-        self._request, self._arrays, self._spare = request, arrays, spare
-
-    def test(self) -> bool:
-        return self._request.test()
+        self.request, self._arrays, self._spare = request, arrays, spare
 
     @property
     def equal(self) -> bool:
@@ -123,11 +125,11 @@ class Lane:
         begun = next(flow)
         number, vote = self._post(call, begun)
         try:
-            yield vote
+            yield vote.request
             if not vote.equal:
                 take_back()
                 yield from self._disagree(call, number, True)
-            if vote is not begun:
+            if vote.request is not begun:
                 yield begun
         except BaseException:
             flow.close()
@@ -150,7 +152,7 @@ class Lane:
     def _after(self, call: Call, posted: tuple[int, Vote], flow: Flow[T]) -> Flow[T]:
         number, vote = posted
         try:
-            yield vote
+            yield vote.request
             if not vote.equal:
                 yield from self._disagree(call, number, True)
             if call.refusal is not None:
@@ -165,7 +167,7 @@ class Lane:
         if call.refusal is not None:
             raise call.refusal  # the peers are in the middle of this call
         result = yield from flow
-        yield vote
+        yield vote.request
         if not vote.equal:
             yield from self._disagree(call, number, False)
         return result

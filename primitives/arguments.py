@@ -138,7 +138,10 @@ def wire_of(comm: Comm, flat: Flat, codec: Lossy | None, name: str, step: int | 
 def ordered(comm: Comm, flat: Flat, flow: Generator[Any, None, Any]) -> Flow[Any]:
     """The flow, in the order of its Comm's scratch and of its device's queue."""
     comm.begin()
-    flat.device.enter()
-    result = yield from flow
-    flat.device.leave()
+    try:
+        flat.device.enter()
+        result = yield from flow
+        flat.device.leave()
+    finally:
+        comm.end()
     return result

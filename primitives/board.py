@@ -66,7 +66,12 @@ class Board:
         return number <= self._room
 
     def heard(self, number: int) -> None:
-        """Tell the others that they may replace their entries, up to the first that is unread."""
+        """Tell the others that they may replace their entries, up to the first that is unread.
+
+        May be said again: who says it may be stopped by a signal before he has noted that he has.
+        """
+        if number <= self._read:
+            return
         if number == self._read + 1 and not self._early:
             self._read = self._words[self._mine] = number
             return
@@ -79,7 +84,8 @@ class Board:
     def _flush(self) -> None:
         """Write what had to wait for room."""
         while self._waiting and self._has_room(self._waiting[0][0]):
-            self._write(*self._waiting.popleft())
+            self._write(*self._waiting[0])
+            self._waiting.popleft()
 
     def free(self) -> None:
         """Let go of the memory."""
@@ -97,6 +103,11 @@ class _Vote:
         self._board, self._number, self._code = board, number, code
         self._looks, self._done, self.equal = 0, False, True
 
+    @property
+    def request(self) -> Request:
+        """Itself; no attribute, which would make it garbage that only a collection finds."""
+        return self
+
     def test(self) -> bool:
         board, number = self._board, self._number
         if self._done:
@@ -113,6 +124,6 @@ class _Vote:
         for row in board._others:
             if words[row + at + 1] != self._code:
                 self.equal = False
-        self._done = True
         board.heard(number)
+        self._done = True
         return True

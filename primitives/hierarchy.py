@@ -118,6 +118,13 @@ class Hierarchy(Comm):
         if self.cross is not None:
             self.cross.begin()
 
+    def end(self) -> None:
+        """Take note that the flow has ended, well or badly."""
+        super().end()
+        self.local.end()
+        if self.cross is not None:
+            self.cross.end()
+
     def close(self) -> None:
         """Give all its communicators back; see `Comm.close`."""
         super().close()

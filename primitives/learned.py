@@ -50,7 +50,7 @@ class Learned:
     def add(self, turns: Turns, call: Call, flat: Flat, op: Op, name: str) -> None:
         """Remember a checked call that takes one turn."""
         x = flat.data
-        if not op.additive or not turns.takes(x):
+        if not op.additive or type(name) is not str or not turns.takes(x):
             return
         if len(self._known) >= _MOST:
             self._known.clear()
@@ -74,7 +74,11 @@ class Learned:
         return Plan(known.call, flow, turns.slots.take_back)
 
     def _once(self, turns: Turns, known: _Known, x: Any, out: Any, mean: bool) -> Flow[Any]:
-        yield turns.again(x.reshape(-1), out.reshape(-1), known.spans, mean)
+        self._comm.begin()
+        try:
+            yield turns.again(x.reshape(-1), out.reshape(-1), known.spans, mean)
+        finally:
+            self._comm.end()
         stats = self._comm.stats
         stats.payload_bytes += known.sent[0]
         stats.messages += known.sent[1]

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from inspect import GEN_CLOSED, getgeneratorstate
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
 from relaxmpi.primitives.stats import Stats
@@ -22,6 +22,13 @@ T = TypeVar("T")
 _log = logging.getLogger("relaxmpi")
 _WATCH_EVERY = 1e-3
 WORTH_WATCHING = 1e-2
+
+
+def _kept(flow: Flow[T], result: list[T]) -> Flow[T]:
+    """Keep what a flow returns, which a loop over it does not see."""
+    value = yield from flow
+    result.append(value)
+    return value
 
 
 class Queue:
@@ -91,30 +98,34 @@ class Queue:
         request: Request | None = None
         world, brisk = self._world, self._world.brisk
         if brisk and self.alone:
+            result: list[T] = []
+            flow = _kept(flow, result)
             begin = now = self.now()
-            looked = False
             outer = getattr(here, "queue", None)
             try:
                 here.queue = self
-                while now - begin < brisk:
-                    try:
-                        done = request is None or request.test()
-                    except Exception as error:
-                        if not hasattr(error, "Get_error_class"):
-                            raise
-                        request = flow.throw(error)
-                        continue
-                    if done:
-                        request, looked = next(flow), False
-                        continue
-                    now = self.now()
-                    if not looked:
-                        looked, self.moved = True, now
-                    world.rest(self, now - begin, None)
-            except StopIteration as stop:
-                self._stats.waited += self.now() - begin
-                self._ran(patience)
-                return cast("T", stop.value)
+                # Not by `next`: a signal's handler may raise when a call returns, and the request
+                # that it returned would be lost.
+                for request in flow:
+                    looked = late = False
+                    while not late:
+                        try:
+                            if request.test():
+                                break
+                        except Exception as error:
+                            if not hasattr(error, "Get_error_class"):
+                                raise
+                            request = flow.throw(error)
+                            continue
+                        now = self.now()
+                        late = now - begin >= brisk
+                        if not looked:
+                            looked, self.moved = True, now
+                        world.rest(self, now - begin, None)
+                    else:
+                        break
+            except StopIteration:
+                pass  # thrown into, the flow has ended
             except BaseException as error:
                 work = Work(self, flow, call, patience)
                 if getgeneratorstate(flow) == GEN_CLOSED:
@@ -125,6 +136,9 @@ class Queue:
             finally:
                 here.queue = outer
             self._stats.waited += self.now() - begin
+            if result:
+                self._ran(patience)
+                return result[0]
         return self._take(Work(self, flow, call, patience), request).wait()
 
     def _ran(self, patience: Patience) -> None:

@@ -135,15 +135,21 @@ class SharedSchedule(FlatSchedule):
                 continue
             bounds = chunks(hi - lo, n)
             place = out[lo:hi][slice(*bounds[me])]
-            total = yield from self.reduce_scatter(device, x[lo:hi], place, op, wire, bounds)
-            yield from self.gather(device, total, place, out[lo:hi], op, wire, bounds)
+            total = yield from self._scatter(device, x[lo:hi], place, op, wire, bounds)
+            yield from self._gather(device, total, place, out[lo:hi], op, wire, bounds)
 
     def reduce_scatter(
         self, device: Device, x: Any, place: Any, op: Op, wire: Wire, bounds: list[tuple[int, int]]
     ) -> Flow[Any]:
-        """See `FlatSchedule`. Slots have a part for each rank, which only that one reads."""
+        """See `FlatSchedule`."""
         if not _takes(wire, device) or x.nbytes > _LONG:
-            return (yield from super().reduce_scatter(device, x, place, op, wire, bounds))
+            return super().reduce_scatter(device, x, place, op, wire, bounds)
+        return self._scatter(device, x, place, op, wire, bounds)
+
+    def _scatter(
+        self, device: Device, x: Any, place: Any, op: Op, wire: Plain, bounds: list[tuple[int, int]]
+    ) -> Flow[Any]:
+        """Slots have a part for each rank, which only that one reads."""
         n, me, slots = self._comm.size, self._comm.rank, self._slots
         wide = wire.work != wire.dtype
         total = self._comm.scratch(device, len(place), wire.work) if wide else place
@@ -175,10 +181,22 @@ class SharedSchedule(FlatSchedule):
         wire: Wire,
         bounds: list[tuple[int, int]],
     ) -> Flow[None]:
-        """See `FlatSchedule`. All ranks read all of every slot."""
+        """See `FlatSchedule`."""
         if not _takes(wire, device) or out.nbytes > _LONG:
-            yield from super().gather(device, total, place, out, op, wire, bounds)
-            return
+            return super().gather(device, total, place, out, op, wire, bounds)
+        return self._gather(device, total, place, out, op, wire, bounds)
+
+    def _gather(
+        self,
+        device: Device,
+        total: Any,
+        place: Any,
+        out: Any,
+        op: Op,
+        wire: Plain,
+        bounds: list[tuple[int, int]],
+    ) -> Flow[None]:
+        """All ranks read all of every slot."""
         n, me, slots = self._comm.size, self._comm.rank, self._slots
         each = slots.nbytes // out.itemsize
         for at, spans in _rounds(bounds, each):

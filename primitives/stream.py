@@ -67,7 +67,7 @@ class Stream:
         self._host = data.transport(settings, self.stats, len(set(self.nodes)))
         self._transports: dict[str, Transport] = {}
         self._scratch: dict[tuple[str, str, int], Any] = {}
-        self._taken = 0
+        self._taken, self._running = 0, False
         self._parts: list[Stream] = []
         self._mail: dict[Mailbox, tuple[str, Link]] = {}
         self.door = Door()
@@ -274,8 +274,21 @@ class Stream:
         return self._world.schedule(self)
 
     def begin(self) -> None:
-        """Let the flow that starts now take the scratch of the one that has ended."""
-        self._taken = 0
+        """Let the flow that starts now take the scratch of the one that has ended.
+
+        Raises:
+            RelaxError: It has not.
+        """
+        if self._running:
+            raise RelaxError(
+                "parts of a primitive that move numbers run one after the other: end one (`yield "
+                "from verb.flow(...)`) before the next begins, or start both as calls"
+            )
+        self._running, self._taken = True, 0
+
+    def end(self) -> None:
+        """Take note that the flow has ended, well or badly."""
+        self._running = False
 
     def scratch(self, device: Device, count: int, dtype: str) -> Any:
         """Return memory that lasts until the running flow ends: fresh pages cost more than sums."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relaxmpi.primitives.transport import Request
+
 if TYPE_CHECKING:
     from relaxmpi.primitives.board import Board
     from relaxmpi.primitives.slots import Slots
@@ -98,6 +100,11 @@ class SharedTurn:
         self._vote = slots.rows, 0, 0, 0
         self._when = slots.rows, self.number, turns.looks, turns.polite, np.zeros(1, np.int64)
 
+    @property
+    def request(self) -> Request:
+        """Itself; see `Vote`."""
+        return self
+
     def carry(self, board: Board, number: int, code: int) -> None:
         """Cast this vote when the turn begins."""
         self._board = board
@@ -114,6 +121,6 @@ class SharedTurn:
             return False
         if self._board is not None:
             self.equal = stage != code.DIFFER
-            board, self._board = self._board, None
-            board.heard(self._vote[2])
+            self._board.heard(self._vote[2])
+            self._board = None
         return True

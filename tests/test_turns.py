@@ -236,6 +236,104 @@ def test_a_signal_in_a_learned_call_leaves_it_pending(warm):
     assert (rx.allreduce(warm, np.ones(5)) == 2).all()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("calls", ["cold", "warm"])
+def test_alarms_at_any_moment_leave_a_call_right_or_the_comm_broken(comm, calls):
+    """Rank 1 is interrupted hundreds of times; what is pending is finished, and nothing is lost."""
+
+    class Alarm(BaseException):
+        pass
+
+    def ring(number, frame):
+        raise Alarm
+
+    needs_sharing()
+    draw, hit = np.random.default_rng(3), 0
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        for _ in range(12):
+            other = rx.Comm.wrap(comm.mpi, timeout=5)
+            other.schedule._cold = 1 if calls == "warm" else 0
+            for k in range(60):
+                x = np.full(50, 1.0 + k + comm.rank)
+                posted = other._started._count
+                try:
+                    while comm.rank == 1:
+                        try:
+                            try:
+                                signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, 1e-4))
+                                rx.allreduce(other, x)
+                            finally:
+                                signal.setitimer(signal.ITIMER_REAL, 0)
+                        except Alarm:
+                            hit += 1
+                            while other.queue.broken is None and not other.queue.idle:
+                                other.progress()
+                            if other.queue.broken is None and other._started._count == posted:
+                                continue  # it rang before the call
+                        break
+                    else:
+                        rx.allreduce(other, x)
+                except rx.RelaxError:
+                    break
+                if other.queue.broken is not None:
+                    break
+                assert (x == 2 * k + 3).all()
+            comm.mpi.Barrier()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert comm.rank == 0 or hit > 20
+
+
+@pytest.mark.ranks(2)
+def test_a_vote_may_be_heard_twice(warm):
+    """As after a signal between the hearing and the note that it was heard."""
+    board = warm.shared.boards[0]
+    for _ in range(3):
+        board.heard(board._read)
+    for _ in range(600):
+        assert (rx.allreduce(warm, np.ones(5)) == 2).all()
+    assert not board._early
+
+
+@MANY
+def test_names_of_another_type_are_not_learned(warm):
+    class Name(str):
+        def __repr__(self):
+            return "another"
+
+    rx.allreduce(warm, np.ones(5), name=Name("a"))
+    unaligned = np.empty(41, "u1")[1:].view("f8")
+    unaligned[:] = 1
+    x = unaligned if warm.rank else np.ones(5)
+    assert (rx.allreduce(warm, x, name="a") == warm.size).all()
+
+
+@MANY
+def test_parts_that_move_numbers_run_one_after_the_other(comm):
+    """By turns they would meet each other's scratch, or a slot that nobody has read."""
+
+    @rx.primitive
+    def woven(comm, xs):
+        def flow():
+            parts = [rx.allreduce.flow(comm, x) for x in xs]
+            while parts:
+                for part in list(parts):
+                    try:
+                        request = next(part)
+                    except StopIteration:
+                        parts.remove(part)
+                    else:
+                        yield request
+
+        return flow()
+
+    with comm.dup() as other, pytest.raises(rx.RelaxError, match="one after the other"):
+        woven(other, [np.ones(700_001, "f4"), np.ones(5, "f4"), np.ones(5, "f4")])
+    assert rx.allreduce(comm, 1) == comm.size
+
+
 def test_a_rank_that_ends_is_named_in_a_learned_call(launch):
     needs_sharing()
     done = launch(
