@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from mpi_worlds.launch import Launch
 from mpi_worlds.outer import Outer, Place, parametrize
-from mpi_worlds.rank import Direct, Rank
+from mpi_worlds.rank import Direct, Inner, Rank
 from mpi_worlds.stacks import stacks, world_size
 from mpi_worlds.world import FOLDER
 
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("mpi_timeout", "seconds one multi-rank test may take", default="60")
+    parser.addini(
+        "mpi_beside",
+        "items of either kind from which those without ranks run beside the others; 0: never",
+        default="50",
+    )
     parser.addini("mpi_grace", "seconds the others get once one rank has failed", default="3")
 
 
@@ -32,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     plugin: object
     if FOLDER in os.environ:
-        plugin = Rank(config)
+        plugin = Rank(config) if world_size() else Inner(config)
     elif world_size():
         plugin = Direct(config)
         if plugin.quiet:

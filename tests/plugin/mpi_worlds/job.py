@@ -17,7 +17,10 @@ _MARK = "MPI_WORLDS_JOB"
 
 
 class Job:
-    """A running launcher; output goes to files, since a pipe would wait for orphans."""
+    """A running launcher; output goes to files, since a pipe would wait for orphans.
+
+    With `n=0` there is none, and the command runs by itself.
+    """
 
     def __init__(
         self,
@@ -33,10 +36,11 @@ class Job:
         mark = uuid.uuid4().hex
         self._needle = f"{_MARK}={mark}".encode()
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
+        launcher = [str(stack.mpiexec), "-n", str(n)] if n else []
         with self.stdout.open("wb") as out, self.stderr.open("wb") as err:
             self.process = subprocess.Popen(
-                [str(stack.mpiexec), "-n", str(n), stack.python, *command],
-                env=environment() | (env or {}) | {_MARK: mark},
+                [*launcher, stack.python, *command],
+                env=(environment() if n else os.environ) | (env or {}) | {_MARK: mark},
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -1,5 +1,6 @@
 """Outside: one outcome for each item, and a new world where one is lost."""
 
+import sys
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -58,27 +59,45 @@ class Outer:
         self.stacks = stacks()
         self.world: World | None = None
         self.at: Place | None = None
+        self.aside: World | None = None
         self.left: dict[Place, list[pytest.Item]] = {}
         self.stillborn: dict[Place, list[str]] = {}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        # Stable: items without ranks first, then worlds of one kind together.
+        self.plain = [item for item in items if place(item) is None]
+        least, option = int(self.config.getini("mpi_beside")), self.config.option
+        beside = 0 < least <= min(len(self.plain), len(items) - len(self.plain))
+        if option.usepdb or option.maxfail or option.capture == "no" or option.collectonly:
+            beside = False
+        self.beside = beside
+        # Stable: worlds of one kind together; items without ranks first, or last where they run
+        # beside.
+        plain = len(self.stacks) if beside else -1
         items.sort(
-            key=lambda i: (self.stacks.index(p.stack) + 1, p.n) if (p := place(i)) else (0, 0)
+            key=lambda i: (self.stacks.index(p.stack), p.n) if (p := place(i)) else (plain, 0)
         )
         for item in items:
             if p := place(item):
                 self.left.setdefault(p, []).append(item)
 
+    def pytest_runtestloop(self) -> None:
+        """Where there are many, run the items without ranks at the same time, in a process."""
+        if self.beside:
+            here = Stack("", sys.executable)
+            self.aside = World(self.config, here, 0, self.stacks).start(self.plain)
+
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool | None:
         where = place(item)
-        if where is None and (nextitem is None or place(nextitem) is None):
+        if where is None and self.aside is None and (nextitem is None or place(nextitem) is None):
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        if where is None:
+        if where is None and self.aside is not None:
+            for report in self.from_aside(item, self.aside):
+                item.ihook.pytest_runtest_logreport(report=report)
+        elif where is None:
             # The next item is never set up in this process: tear down everything now.
             runtestprotocol(item, nextitem=None)
         else:
@@ -92,6 +111,24 @@ class Outer:
 
     def pytest_sessionfinish(self) -> None:
         self.close()
+        if self.aside:
+            self.aside.close()
+
+    def from_aside(self, item: pytest.Item, aside: World) -> list[pytest.TestReport]:
+        """Wait for what the process beside has to say of an item."""
+        pause = 1e-3
+        while True:
+            ended = aside.ended  # asked first: what it wrote until then is all there
+            aside.poll()
+            (phases,) = aside.phases(item.nodeid)
+            if "teardown" in phases:
+                return list(phases.values())
+            if ended:
+                code = aside.job.process.returncode
+                why = f"the process of the items without ranks ended (exit {code})"
+                return merge(item, [phases], ("process lost", f"{why}\n{aside.job.log()}"), 0)
+            time.sleep(pause)
+            pause = min(0.1, pause * 1.5)
 
     def run(self, item: pytest.Item, where: Place) -> list[pytest.TestReport]:
         if where.stack.mpiexec is None:

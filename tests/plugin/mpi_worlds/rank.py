@@ -15,30 +15,29 @@ from mpi_worlds.stacks import REQUIRE, STACKS, stacks
 from mpi_worlds.world import FOLDER, announce, plan
 
 
-class Rank:
-    """Plugin of the inner pytest."""
+class Inner:
+    """Plugin of an inner pytest, that of the items without ranks."""
+
+    index = 0
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
-        self.folder = Path(os.environ[FOLDER])
-        name, n, self.names = plan(self.folder)
-        self.here = name, n
-        stacks()  # kept from now on: the variables go, so that no test depends on them
+        self.folder = Path(os.environ.pop(FOLDER))
+        name, self.n, self.names = plan(self.folder)
+        self.here = name, self.n
         # SIGUSR1 gives every thread's stack, also from inside an MPI call.
         self.stack = (self.folder / f"stack-{os.getpid()}").open("w")
         faulthandler.register(signal.SIGUSR1, self.stack, all_threads=True)
-        from mpi4py import MPI
-
-        self.comm = MPI.COMM_WORLD.Dup()
-        if self.comm.size != n:
-            raise RuntimeError(
-                f"launched {n} ranks, but {MPI.Get_library_version()!r} sees {self.comm.size}: "
-                "mpiexec and the MPI library of mpi4py belong to different implementations"
-            )
-        self.file = (self.folder / f"reports-{self.comm.rank}").open("a")
         self.absent: dict[str, pytest.CollectReport] = {}
-        announce(self.folder, self.comm.rank)
-        prepare()
+        self.begin()
+        self.file = (self.folder / f"reports-{self.index}").open("a")
+        announce(self.folder, self.index)
+
+    def begin(self) -> None:
+        """Test modules may import mpi4py.MPI: that must not start MPI."""
+        import mpi4py
+
+        mpi4py.rc.initialize = False
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if not report.passed:
@@ -51,7 +50,7 @@ class Rank:
         for name in self.names:
             if name not in found:
                 self.missing(name)
-        (self.folder / f"ready-{self.comm.rank}").touch()
+        (self.folder / f"ready-{self.index}").touch()
 
     def missing(self, nodeid: str) -> None:
         """Report an item whose module was skipped or cannot be imported in this world."""
@@ -65,17 +64,36 @@ class Rank:
                 pytest.TestReport(nodeid, (path, 0, nodeid), {}, state, shown, when)  # type: ignore[arg-type]
             )
 
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
+        self.file.write(json.dumps(data, default=repr) + "\n")
+        self.file.flush()
+
+
+class Rank(Inner):
+    """Plugin of the inner pytest of a rank."""
+
+    def begin(self) -> None:
+        """Start MPI and compare its size."""
+        stacks()  # kept from now on: the variables go, so that no test depends on them
+        from mpi4py import MPI
+
+        self.comm = MPI.COMM_WORLD.Dup()
+        if self.comm.size != self.n:
+            raise RuntimeError(
+                f"launched {self.n} ranks, but {MPI.Get_library_version()!r} sees "
+                f"{self.comm.size}: mpiexec and the MPI library of mpi4py belong to different "
+                "implementations"
+            )
+        self.index = self.comm.rank
+        prepare()
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
         # In step: a rank that ends the world in this item must not spoil the item before,
         # which another rank might still be in.
         self.gate()
         return (yield)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        self.file.write(json.dumps(data, default=repr) + "\n")
-        self.file.flush()
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if exitstatus in (0, 1, 5):
@@ -145,7 +163,7 @@ class Direct:
 
 def prepare() -> None:
     """Make this process a well-behaved rank before any test module is imported."""
-    for name in (FOLDER, STACKS, REQUIRE):
+    for name in (STACKS, REQUIRE):
         os.environ.pop(name, None)
     try:
         from hypothesis import HealthCheck, Phase, settings

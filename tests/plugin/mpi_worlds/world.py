@@ -21,15 +21,15 @@ Phases = dict[str, pytest.TestReport]
 
 
 class World:
-    """One launcher with `n` ranks, working through `items`."""
+    """One launcher with `n` ranks, working through `items`; n = 0: one process that is no rank."""
 
     def __init__(self, config: pytest.Config, stack: Stack, n: int, chosen: list[Stack]) -> None:
-        self.n = n
+        self.n, self._processes = n, max(n, 1)
         self._config = config
         self._stack, self._stacks = stack, chosen
         self._folder = Path(tempfile.mkdtemp(prefix="world-"))
-        self._read = [0] * n
-        self._reports: list[dict[str, Phases]] = [{} for _ in range(n)]
+        self._read = [0] * self._processes
+        self._reports: list[dict[str, Phases]] = [{} for _ in range(self._processes)]
 
     def start(self, items: list[pytest.Item]) -> "World":
         (self._folder / "tmp").mkdir()
@@ -56,7 +56,7 @@ class World:
     @property
     def up(self) -> bool:
         """Whether all ranks have collected: their imports must not count as a test's time."""
-        return len(list(self._folder.glob("ready-*"))) == self.n
+        return len(list(self._folder.glob("ready-*"))) == self._processes
 
     @property
     def ended(self) -> bool:
@@ -64,7 +64,7 @@ class World:
 
     def poll(self) -> None:
         """Read what the ranks have reported since the last time."""
-        for rank in range(self.n):
+        for rank in range(self._processes):
             with contextlib.suppress(FileNotFoundError):
                 with (self._folder / f"reports-{rank}").open("rb") as file:
                     file.seek(self._read[rank])
