@@ -364,7 +364,9 @@ def test_launch_returns_how_the_job_ended(launch: Launch, stack: Stack) -> None:
     assert good.returncode == 0, good
     assert good.stdout.split("\n")[0].strip() == "[0, 1, 2] 0"
     assert "more" in good.stderr
-    assert launch(script, 2, "3", env={"EXTRA": ""}, mpi=stack.name).returncode == 3
+    # MPICH's launcher may tell of the rank that it then kills.
+    told = (3, 9) if stack.name == "mpich" else (3,)
+    assert launch(script, 2, "3", env={"EXTRA": ""}, mpi=stack.name).returncode in told
 
 
 def test_launch_leaves_nothing_of_a_job_that_hangs(
