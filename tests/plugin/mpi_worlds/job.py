@@ -19,7 +19,8 @@ _MARK = "MPI_WORLDS_JOB"
 class Job:
     """A running launcher; output goes to files, since a pipe would wait for orphans.
 
-    With `n=0` there is none, and the command runs by itself.
+    With `n=0` there is none, and the command runs by itself. `modest` ranks, which spin while they
+    wait, leave the cores to others who want them.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Job:
         folder: Path,
         cwd: Path,
         env: dict[str, str] | None = None,
+        modest: bool = False,
     ) -> None:
         self._segments: set[Path] = set()
         mark = uuid.uuid4().hex
@@ -46,7 +48,7 @@ class Job:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_modest if modest else _die_with_parent,
             )
 
     def members(self) -> list[int]:
@@ -101,6 +103,11 @@ def send(pid: int, number: int) -> None:
     """Send a signal to a process that may be gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def _modest() -> None:
+    os.nice(10)
+    _die_with_parent()
 
 
 def _die_with_parent() -> None:

@@ -139,7 +139,9 @@ class Outer:
         begin = time.monotonic()
         if self.world is None or self.at != where:
             self.close()
-            self.world, self.at = World(self.config, where.stack, where.n, self.stacks), where
+            modest = self.aside is not None
+            self.world = World(self.config, where.stack, where.n, self.stacks, modest=modest)
+            self.at = where
             self.world.start(self.left[where])
             trouble = self.await_start(self.world)
             if trouble:

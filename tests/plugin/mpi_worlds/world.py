@@ -21,10 +21,21 @@ Phases = dict[str, pytest.TestReport]
 
 
 class World:
-    """One launcher with `n` ranks, working through `items`; n = 0: one process that is no rank."""
+    """One launcher with `n` ranks, working through `items`; n = 0: one process that is no rank.
 
-    def __init__(self, config: pytest.Config, stack: Stack, n: int, chosen: list[Stack]) -> None:
-        self.n, self._processes = n, max(n, 1)
+    `modest` ranks leave the cores to those who run beside.
+    """
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        stack: Stack,
+        n: int,
+        chosen: list[Stack],
+        *,
+        modest: bool = False,
+    ) -> None:
+        self.n, self._processes, self._modest = n, max(n, 1), modest
         self._config = config
         self._stack, self._stacks = stack, chosen
         self._folder = Path(tempfile.mkdtemp(prefix="world-"))
@@ -50,6 +61,7 @@ class World:
             folder=self._folder,
             cwd=self._config.rootpath,
             env=env,
+            modest=self._modest,
         )
         return self
 
