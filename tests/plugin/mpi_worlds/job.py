@@ -39,6 +39,7 @@ class Job:
         self._needle = f"{_MARK}={mark}".encode()
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
         launcher = [str(stack.mpiexec), "-n", str(n)] if n else []
+        begin = (_modest if modest else _die_with_parent) if n else _killed_with_parent
         with self.stdout.open("wb") as out, self.stderr.open("wb") as err:
             self.process = subprocess.Popen(
                 [*launcher, stack.python, *command],
@@ -48,7 +49,7 @@ class Job:
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
-                preexec_fn=_modest if modest else _die_with_parent,
+                preexec_fn=begin,
             )
 
     def members(self) -> list[int]:
@@ -110,8 +111,12 @@ def _modest() -> None:
     _die_with_parent()
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(number: int = signal.SIGTERM) -> None:
     # A pytest that is killed cannot clean up: let the kernel end its launchers.
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
+
+
+def _killed_with_parent() -> None:
+    _die_with_parent(signal.SIGKILL)  # tests may handle SIGTERM
