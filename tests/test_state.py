@@ -281,7 +281,11 @@ def test_values_come_back_exactly(tmp_path):
     rx.SimulatedWorld(2).run(program)
 
 
-@pytest.mark.parametrize("thing", [lambda: 0, {1, 2}, np.array(["a"]), object(), [[1j]]], ids=str)
+@pytest.mark.parametrize(
+    "thing",
+    [lambda: 0, {1, 2}, np.array(["a"]), object(), [[1j]]],
+    ids=["function", "set", "text", "object", "complex"],
+)
 def test_what_has_no_safe_form_is_refused_by_name(thing, tmp_path):
     def program():
         with rx.Comm.world() as comm:
