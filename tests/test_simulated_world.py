@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import relaxmpi as rx
+from relaxmpi.primitives.simulation.scheduler import Scheduler
 
 CODECS = [
     None,
@@ -419,3 +420,24 @@ def test_a_compressed_all_reduce_of_256_ranks():
     begin = time.process_time()
     assert len(set(rx.SimulatedWorld(256).run(program))) == 1
     assert time.process_time() - begin < SLACK * 5
+
+
+def test_ranks_sleep_until_what_they_wait_for_is_there(monkeypatch):
+    """In real time: a rank that looked again and again would be woken hundreds of times."""
+    slept = []
+    sleep = Scheduler.sleep
+
+    def counted(self, me, until, **how):
+        slept.append(me.index)
+        return sleep(self, me, until, **how)
+
+    monkeypatch.setattr(Scheduler, "sleep", counted)
+
+    def program():
+        with rx.Comm.world() as comm:
+            return rx.allreduce(comm, np.ones(100), op=rx.MEAN)[0]
+
+    for n in (5, 65):
+        slept.clear()
+        assert rx.SimulatedWorld(n).run(program) == [1.0] * n
+        assert n <= len(slept) < 40 * n
