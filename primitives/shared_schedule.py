@@ -95,7 +95,6 @@ class SharedSchedule(FlatSchedule):
 
     def _by_turns(self, turns: Turns, x: Any, out: Any, mean: bool, at_once: bool) -> Flow[None]:
         n = self._comm.size
-        self._count(*sent_by(self._comm.size, x))
         for lo, hi in self._pieces(x):
             if at_once:
                 yield turns.at_once(x[lo:hi], out[lo:hi], mean)
@@ -104,6 +103,7 @@ class SharedSchedule(FlatSchedule):
             scatter = turns.scatter(x[lo:hi], out[lo:hi], bounds, self._each(x), mean)
             yield scatter
             yield turns.gather(out[lo:hi], bounds, scatter)
+        self._count(*sent_by(n, x))
 
     def _each(self, x: Any) -> int:
         """How many of such numbers a slot has room for, if a part of it belongs to each rank."""

@@ -116,6 +116,15 @@ def test_what_was_learned_is_counted_like_what_was_not(warm):
 
 
 @MANY
+def test_what_was_not_moved_is_not_counted(warm):
+    x = np.ones(700_001 + (warm.rank == 0), "f4")
+    before = warm.stats.payload_bytes
+    with pytest.raises(rx.MismatchError):
+        rx.allreduce(warm, x)
+    assert warm.stats.payload_bytes == before
+
+
+@MANY
 def test_ranks_that_differ_in_a_learned_call(warm):
     x = np.ones(8, "f4")
     for _ in range(2):
