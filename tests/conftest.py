@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from mpi_worlds.launch import Launch
 from mpi_worlds.outer import Outer, Place, parametrize
-from mpi_worlds.rank import Direct, Inner, Rank
+from mpi_worlds.rank import Beside, Direct, Rank
 from mpi_worlds.stacks import stacks, world_size
 from mpi_worlds.world import FOLDER
 
@@ -33,11 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers",
         "ranks(*n, timeout=None, mpi=None): run on n MPI ranks, once for each n and MPI stack",
     )
+    config.addinivalue_line("markers", "long: seconds of its own; `make test` alone leaves it out")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a script
         signal.signal(signal.SIGINT, signal.default_int_handler)
     plugin: object
     if FOLDER in os.environ:
-        plugin = Rank(config) if world_size() else Inner(config)
+        plugin = Rank(config) if world_size() else Beside(config)
     elif world_size():
         plugin = Direct(config)
         if plugin.quiet:

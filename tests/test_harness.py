@@ -264,8 +264,39 @@ def test_c(): pass
 def test_ranks(k): pass
 """
     outcomes, text = run(tmp_path, stacks()[0], source, "-o", "mpi_beside=3")
-    assert outcomes[3:] == ["test_a PASSED", "test_b FAILED", "test_c FAILED"], text
-    assert "the process of the items without ranks ended (exit 3)" in text
+    assert outcomes[3:5] == ["test_a PASSED", "test_b FAILED"], text
+    assert "the processes of the items without ranks ended (exit [3, 0])" in text
+
+
+def test_after_the_worlds_two_processes_share_the_items_without_ranks(tmp_path: Path) -> None:
+    source = f"""
+from pathlib import Path
+file = Path({str(tmp_path)!r}) / "came"
+
+@pytest.fixture(scope="module")
+def once():
+    yield []
+
+def test_a(once):
+    once.append("a")
+    end = time.time() + 30
+    while not file.exists() and time.time() < end: time.sleep(0.01)
+    assert file.exists(), "nobody came meanwhile"
+
+def test_b(once):
+    assert once == ["a"]
+
+def test_c(once): pass
+def test_z(once):
+    assert once == []
+    file.touch()
+
+@pytest.mark.parametrize("k", range(4))
+@pytest.mark.ranks(1)
+def test_ranks(k): pass
+"""
+    outcomes, text = run(tmp_path, stacks()[0], source, "-o", "mpi_beside=4")
+    assert outcomes[4:] == [f"test_{name} PASSED" for name in "abcz"], text
 
 
 def test_a_launcher_started_by_hand_is_honoured(tmp_path: Path, stack: Stack) -> None:

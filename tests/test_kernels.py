@@ -220,6 +220,7 @@ def cached(folder: Path, pattern: str) -> list[Path]:
     return found
 
 
+@pytest.mark.long
 def test_cache_is_used_and_damage_costs_one_warning(tmp_path):
     assert run_with_cache(tmp_path) == ([], False)
     assert run_with_cache(tmp_path) == ([], True)

@@ -292,6 +292,7 @@ def test_what_is_lost_is_an_error_within_the_timeout_and_never_a_wrong_number(wo
     check_survivors(world, world.run(hopeful))
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_an_error_on_the_others_in_a_thousand_seeds():
     outcomes = collections.Counter()
     for seed in range(1000):

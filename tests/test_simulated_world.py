@@ -333,6 +333,7 @@ def test_a_run_may_be_repeated():
 SLACK = 3
 
 
+@pytest.mark.long
 def test_a_thousand_seeds():
     """The bar is 60 s; it takes 2."""
 
@@ -350,6 +351,7 @@ def test_a_thousand_seeds():
     assert time.process_time() - begin < SLACK * 60
 
 
+@pytest.mark.long
 def test_a_hundred_compressed_all_reduces_of_16_ranks():
     """The bar is 5 s; it takes 2."""
 
@@ -387,6 +389,7 @@ def exchange(comm, x, left, right):
     return flow()
 
 
+@pytest.mark.long
 def test_ten_exchanges_of_neighbours_among_1024_ranks():
     """The bar is 10 s; it takes 4."""
 
@@ -407,6 +410,7 @@ def test_ten_exchanges_of_neighbours_among_1024_ranks():
     assert np.isclose(sum(results), 1024 * 1023 / 2)
 
 
+@pytest.mark.long
 def test_a_compressed_all_reduce_of_256_ranks():
     """The bar is 5 s; it takes 2.5."""
 

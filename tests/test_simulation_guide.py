@@ -12,6 +12,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 GUIDE = Path(__file__).parent.parent / "docs" / "simulation.md"
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 
@@ -59,6 +61,7 @@ def change(folder: Path, diff: str) -> None:
     file.write_text(file.read_text().replace(old, new))
 
 
+@pytest.mark.long
 def test_the_guide_shows_what_is_printed(tmp_path, launch):
     def mpirun(words):
         number, ranks, python, script = words

@@ -109,6 +109,7 @@ def test_killed_at_any_moment_the_newest_complete_checkpoint_loads(tmp_path):
     assert progress > 5
 
 
+@pytest.mark.long
 def test_an_example_resumes_bit_for_bit_on_two_ranks(launch, tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("tqdm")

@@ -1,6 +1,5 @@
 """Outside: one outcome for each item, and a new world where one is lost."""
 
-import sys
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,6 +8,7 @@ import mpi4py
 import pytest
 from _pytest.runner import runtestprotocol
 
+from mpi_worlds.beside import Pool
 from mpi_worlds.reports import Phases, merge, unanimous
 from mpi_worlds.stacks import Stack, required, stacks
 from mpi_worlds.world import World
@@ -59,7 +59,7 @@ class Outer:
         self.stacks = stacks()
         self.world: World | None = None
         self.at: Place | None = None
-        self.aside: World | None = None
+        self.pool: Pool | None = None
         self.left: dict[Place, list[pytest.Item]] = {}
         self.stillborn: dict[Place, list[str]] = {}
 
@@ -82,20 +82,22 @@ class Outer:
                 self.left.setdefault(p, []).append(item)
 
     def pytest_runtestloop(self) -> None:
-        """Where there are many, run the items without ranks at the same time, in a process."""
+        """Where there are many, a process runs the items without ranks at the same time."""
         if self.beside:
-            here = Stack("", sys.executable)
-            self.aside = World(self.config, here, 0, self.stacks).start(self.plain)
+            self.pool = Pool(self.config, self.stacks)
+            self.pool.add(self.plain)
 
     def pytest_runtest_protocol(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> bool | None:
         where = place(item)
-        if where is None and self.aside is None and (nextitem is None or place(nextitem) is None):
+        if where is None and self.pool is None and (nextitem is None or place(nextitem) is None):
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        if where is None and self.aside is not None:
-            for report in self.from_aside(item, self.aside):
+        if where is None and self.pool is not None:
+            if item is self.plain[0]:  # no more worlds: what they took is free for a second one
+                self.pool.add(self.plain[::-1])
+            for report in self.pool.reports(item):
                 item.ihook.pytest_runtest_logreport(report=report)
         elif where is None:
             # The next item is never set up in this process: tear down everything now.
@@ -111,24 +113,8 @@ class Outer:
 
     def pytest_sessionfinish(self) -> None:
         self.close()
-        if self.aside:
-            self.aside.close()
-
-    def from_aside(self, item: pytest.Item, aside: World) -> list[pytest.TestReport]:
-        """Wait for what the process beside has to say of an item."""
-        pause = 1e-3
-        while True:
-            ended = aside.ended  # asked first: what it wrote until then is all there
-            aside.poll()
-            (phases,) = aside.phases(item.nodeid)
-            if "teardown" in phases:
-                return list(phases.values())
-            if ended:
-                code = aside.job.process.returncode
-                why = f"the process of the items without ranks ended (exit {code})"
-                return merge(item, [phases], ("process lost", f"{why}\n{aside.job.log()}"), 0)
-            time.sleep(pause)
-            pause = min(0.1, pause * 1.5)
+        if self.pool:
+            self.pool.close()
 
     def run(self, item: pytest.Item, where: Place) -> list[pytest.TestReport]:
         if where.stack.mpiexec is None:
@@ -139,7 +125,7 @@ class Outer:
         begin = time.monotonic()
         if self.world is None or self.at != where:
             self.close()
-            modest = self.aside is not None
+            modest = self.pool is not None
             self.world = World(self.config, where.stack, where.n, self.stacks, modest=modest)
             self.at = where
             self.world.start(self.left[where])

@@ -6,17 +6,18 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from mpi_worlds.reports import Phases, merge
 from mpi_worlds.stacks import REQUIRE, STACKS, stacks
-from mpi_worlds.world import FOLDER, announce, plan
+from mpi_worlds.world import FOLDER, TAKEN, announce, plan
 
 
 class Inner:
-    """Plugin of an inner pytest, that of the items without ranks."""
+    """What the plugins of inner pytests share."""
 
     index = 0
 
@@ -68,6 +69,32 @@ class Inner:
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
         self.file.write(json.dumps(data, default=repr) + "\n")
         self.file.flush()
+
+
+class Beside(Inner):
+    """Plugin of the inner pytest of items without ranks; several may share them out."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.taken = Path(os.environ.pop(TAKEN))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        mine = filter(self.take, session.items)
+        item = next(mine, None)
+        while item is not None:
+            following = next(mine, None)
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            item = following
+        return True
+
+    def take(self, item: pytest.Item) -> bool:
+        """Whether no other process has taken the item before."""
+        try:
+            (self.taken / sha256(item.nodeid.encode()).hexdigest()).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
 
 class Rank(Inner):

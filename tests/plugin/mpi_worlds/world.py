@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from mpi_worlds.job import Job, send
 from mpi_worlds.stacks import REQUIRE, STACKS, Stack, describe, required
 
-FOLDER = "MPI_WORLDS_FOLDER"
+FOLDER, TAKEN = "MPI_WORLDS_FOLDER", "MPI_WORLDS_TAKEN"
 # `-m pytest` would put the working directory on sys.path, where the plain command does not.
 _PYTEST = "import sys; sys.path.remove(''); import pytest; sys.exit(pytest.main())"
 Phases = dict[str, pytest.TestReport]
@@ -42,7 +43,8 @@ class World:
         self._read = [0] * self._processes
         self._reports: list[dict[str, Phases]] = [{} for _ in range(self._processes)]
 
-    def start(self, items: list[pytest.Item]) -> "World":
+    def start(self, items: Sequence[pytest.Item], *, taken: Path | None = None) -> "World":
+        """Start it; what is `taken` it shares with others of its kind."""
         (self._folder / "tmp").mkdir()
         (self._folder / "plan").write_text(
             json.dumps([self._stack.name, self.n, [item.nodeid for item in items]])
@@ -53,6 +55,8 @@ class World:
             REQUIRE: str(int(required())),
             "TMPDIR": str(self._folder / "tmp"),
         }
+        if taken is not None:
+            env[TAKEN] = str(taken)
         files = list(dict.fromkeys(str(item.path) for item in items))
         self.job = Job(
             self._stack,
