@@ -3,6 +3,7 @@
     mpirun -n 4 python benchmarks/training.py
     python benchmarks/training.py --lab hosts=4,latency=0.1ms,bandwidth=100Mbit
     python benchmarks/training.py --lab hosts=4,latency=5ms,bandwidth=1Gbit --methods sgp osgp
+    python benchmarks/training.py --lab hosts=4,latency=5ms,bandwidth=1Gbit --wait 21ms
 
 The network of examples/train_digits.py on random images, plain SGD, one thread a rank; and Adam,
 with 1-bit Adam after its warm-up. DDP gets gradient views, a static graph and several bucket sizes;
@@ -30,14 +31,18 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import relaxmpi as rx
+from relaxmpi.units import parse_duration
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from train_digits import ALGORITHMS, network
+from waiting import Waiting
 
 BATCH = 32
 CAPS = (1, 4, 25)  # MiB: DDP's choices of bucket_cap_mb
 WARM = 3  # steps before the clock starts
+WAIT = "wait so long for a gradient instead of computing it, which takes cores from other hosts"
 Step = Callable[[], None]
+Make = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 
 
 def stepper(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> Step:
@@ -54,9 +59,11 @@ def stepper(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> St
     return step
 
 
-def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+def new_model(wait: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = network()
+    if wait:
+        model = Waiting(model, torch.zeros(BATCH, 1, 28, 28), wait)
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
@@ -64,16 +71,18 @@ def adam_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
-def onebit(comm: rx.Comm, freeze: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model, _ = new_model()
+def onebit(
+    comm: rx.Comm, freeze: int, make: Make = new_model
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = make()
     spec = rx.OneBitAdam(freeze=freeze)
     optimizer = rx.OneBitAdamOptimizer(model.parameters(), spec, comm=comm, lr=1e-3)
     rx.attach(model, optimizer, spec, comm=comm)
     return model, optimizer
 
 
-def ours(comm: rx.Comm, name: str) -> Step:
-    model, optimizer = new_model()
+def ours(comm: rx.Comm, name: str, make: Make) -> Step:
+    model, optimizer = make()
     rx.attach(model, optimizer, ALGORITHMS[name], comm=comm)
     return stepper(model, optimizer, comm.rank)
 
@@ -84,8 +93,8 @@ def parallel_of(model: nn.Module, cap: int) -> DistributedDataParallel:
     )
 
 
-def ddp(comm: rx.Comm, cap: int, hook: str | None = None) -> Step:
-    model, optimizer = new_model()
+def ddp(comm: rx.Comm, cap: int, make: Make = new_model, hook: str | None = None) -> Step:
+    model, optimizer = make()
     parallel = parallel_of(model, cap)
     if hook == "fp16":
         parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -97,13 +106,13 @@ def ddp(comm: rx.Comm, cap: int, hook: str | None = None) -> Step:
     return stepper(parallel, optimizer, comm.rank)
 
 
-def horovod(comm: rx.Comm) -> Step | None:
+def horovod(comm: rx.Comm, make: Make) -> Step | None:
     try:
         import horovod.torch as hvd
     except ImportError:
         return None
     hvd.init()
-    model, optimizer = new_model()
+    model, optimizer = make()
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     return stepper(model, optimizer, comm.rank)
@@ -128,32 +137,32 @@ def gloo(comm: rx.Comm) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def methods(comm: rx.Comm) -> dict[str, Callable[[], Step | None]]:
+def methods(comm: rx.Comm, make: Make) -> dict[str, Callable[[], Step | None]]:
     """What makes the steps of each method."""
     found: dict[str, Callable[[], Step | None]] = {}
-    found["compute alone"] = lambda: stepper(*new_model(), comm.rank)
+    found["compute alone"] = lambda: stepper(*make(), comm.rank)
     for cap in CAPS:
-        found[f"DDP, {cap} MiB"] = partial(ddp, comm, cap)
+        found[f"DDP, {cap} MiB"] = partial(ddp, comm, cap, make)
     for cap in CAPS:
-        found[f"DDP fp16, {cap} MiB"] = partial(ddp, comm, cap, "fp16")
+        found[f"DDP fp16, {cap} MiB"] = partial(ddp, comm, cap, make, "fp16")
     for cap in CAPS:
-        found[f"DDP 8 bit hook, {cap} MiB"] = partial(ddp, comm, cap, "ours")
-    found["Horovod"] = partial(horovod, comm)
+        found[f"DDP 8 bit hook, {cap} MiB"] = partial(ddp, comm, cap, make, "ours")
+    found["Horovod"] = partial(horovod, comm, make)
     for name in ALGORITHMS:
-        found[f"relaxmpi {name}"] = partial(ours, comm, name)
+        found[f"relaxmpi {name}"] = partial(ours, comm, name, make)
     for cap in CAPS:
-        found[f"Adam: DDP, {cap} MiB"] = partial(ddp, comm, cap, "adam")
-    found["Adam: relaxmpi 1 bit"] = lambda: stepper(*onebit(comm, WARM - 1), comm.rank)
+        found[f"Adam: DDP, {cap} MiB"] = partial(ddp, comm, cap, make, "adam")
+    found["Adam: relaxmpi 1 bit"] = lambda: stepper(*onebit(comm, WARM - 1, make), comm.rank)
     return found
 
 
-def steps_of(comm: rx.Comm, wanted: list[str]) -> dict[str, Step]:
+def steps_of(comm: rx.Comm, wanted: list[str], make: Make) -> dict[str, Step]:
     """Make what is wanted; all ranks meet in between, so that no two libraries wait crosswise."""
     made = {}
-    for name, make in methods(comm).items():
+    for name, begin in methods(comm, make).items():
         if is_wanted(name, wanted):
             rx.barrier(comm)
-            step = make()
+            step = begin()
             if step is not None:
                 made[name] = step
     return made
@@ -167,10 +176,12 @@ def is_wanted(name: str, wanted: list[str]) -> bool:
     return not wanted or reference or any(asked)
 
 
-def measure(comm: rx.Comm, rounds: int, steps: int, wanted: list[str]) -> dict[str, list[float]]:
+def measure(
+    comm: rx.Comm, rounds: int, steps: int, wanted: list[str], make: Make
+) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     with gloo(comm):
-        chosen = steps_of(comm, wanted)
+        chosen = steps_of(comm, wanted, make)
         for step in chosen.values():
             for _ in range(WARM):
                 rx.barrier(comm)  # nothing of ours is under way while others use another library
@@ -210,7 +221,7 @@ def report(taken: dict[str, list[float]], size: int, out: Path | None) -> None:
 def in_lab(file: str, spec: str, rest: list[str], ranks_per_host: int = 1) -> int:
     """Run a file on emulated hosts."""
     from relaxmpi.lab import Lab
-    from relaxmpi.units import parse_duration, parse_rate
+    from relaxmpi.units import parse_rate
 
     given = dict(part.split("=", 1) for part in spec.split(","))
     with Lab(
@@ -227,16 +238,18 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="of each method, each round")
     parser.add_argument("--methods", nargs="+", default=[], help="beside DDP; default: all")
+    parser.add_argument("--wait", type=parse_duration, default=0.0, metavar="21ms", help=WAIT)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.lab:
         rest = ["--rounds", str(given.rounds), "--steps", str(given.steps)]
         rest += ["--methods", *given.methods] if given.methods else []
+        rest += ["--wait", f"{given.wait}s"] if given.wait else []
         return in_lab(
             __file__, given.lab, rest + (["--json", str(given.json)] if given.json else [])
         )
     comm = rx.Comm.world()
-    taken = measure(comm, given.rounds, given.steps, given.methods)
+    taken = measure(comm, given.rounds, given.steps, given.methods, partial(new_model, given.wait))
     if comm.rank == 0:
         report(taken, comm.size, given.json)
     return 0
