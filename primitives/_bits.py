@@ -146,6 +146,13 @@ def _unpack(packed: Codes, bits: int, bucket: int, codes: Codes) -> None:
         unpack_bucket(packed[lo * bits // 8 : (hi * bits + 7) // 8], bits, codes[lo:hi])
 
 
+@inlined
+def copy_bytes(source: Codes, out: Codes) -> None:
+    """Move scales to or from the front of a payload, which need not be aligned for them."""
+    for i in range(source.size):
+        out[i] = source[i]
+
+
 def split_payload(
     payload: Codes, count: int, dtype: np.dtype[Any], bits: int, bucket: int
 ) -> tuple[Codes, Codes]:

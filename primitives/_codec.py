@@ -44,6 +44,10 @@ class Key(NamedTuple):
 
 NO_KEY = Key()
 
+# Made once: checks of short arrays cost more than their kernels.
+_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+_BYTES = np.dtype(np.uint8)
+
 
 class Codec(ABC):
     """Numbers to bytes and back.
@@ -179,7 +183,7 @@ def scales_are_finite(payload: Payload, count: int, dtype: DTypeLike) -> bool:
 def float_type(dtype: DTypeLike) -> np.dtype[Any]:
     """The type, if it is one that codecs take."""
     kind = np.dtype(dtype)
-    if kind not in (np.dtype(np.float32), np.dtype(np.float64)):
+    if kind not in _FLOATS:
         raise TypeError(f"codecs take float32 and float64, not {kind}; convert with astype first")
     return kind
 
@@ -197,7 +201,7 @@ def check_numbers(x: Floats, what: str) -> None:
 def check_arrays(x: Floats, payload: Payload, size: int, offset: int) -> int:
     """Check the arguments of a codec; returns `size`, that of the payload."""
     check_numbers(x, "the array of numbers")
-    if payload.dtype != np.uint8:
+    if payload.dtype != _BYTES:
         raise TypeError(f"the payload must be uint8, not {payload.dtype}; use payload.view('u1')")
     if payload.ndim != 1 or payload.size < size or not payload.flags.c_contiguous:
         raise ValueError(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relaxmpi.primitives._bits import pack_bucket, split_payload, unpack_bucket
-from relaxmpi.primitives._draw import Pairs, Words, fill_elements, pairs_for
+from relaxmpi.primitives._bits import copy_bytes, pack_bucket, unpack_bucket
+from relaxmpi.primitives._draw import ELEMENTS, Pairs, Words, fill_elements
 from relaxmpi.primitives._jit import inlined, jit
 from relaxmpi.primitives._reduce import LANES, Lanes, largest, norm
 from relaxmpi.primitives.philox import Stream
@@ -100,7 +100,7 @@ def _values(codes: Codes, scale: Any, bits: int, out: Floats) -> None:
 def _quantise(
     x: Floats,
     scales: Floats,
-    packed: Codes,
+    payload: Codes,
     bits: int,
     bucket: int,
     l2: bool,
@@ -110,10 +110,12 @@ def _quantise(
     step: int,
     lane: int,
     offset: int,
-    codes: Codes,
-    pairs: Pairs,
-    lanes: Lanes,
+    scratch: Pairs,
 ) -> None:
+    packed = payload[scales.size * scales.itemsize :]
+    lanes = scratch[:LANES].view(np.float64)
+    pairs = scratch[LANES : LANES + min(bucket, x.size) // 2 + ELEMENTS]
+    codes = scratch[LANES + pairs.size :].view(np.uint8)
     skip = 0
     for b in range(scales.size):
         lo = b * bucket
@@ -131,6 +133,7 @@ def _quantise(
             pairs.view(np.uint32)[skip:],
             lanes,
         )
+    copy_bytes(scales.view(np.uint8), payload)
 
 
 @jit
@@ -138,7 +141,7 @@ def _quantise_feedback(
     x: Floats,
     residual: Floats,
     scales: Floats,
-    packed: Codes,
+    payload: Codes,
     bits: int,
     bucket: int,
     l2: bool,
@@ -148,12 +151,15 @@ def _quantise_feedback(
     step: int,
     lane: int,
     offset: int,
-    codes: Codes,
-    pairs: Pairs,
-    lanes: Lanes,
-    sums: Floats,
-    decoded: Floats,
+    scratch: Pairs,
+    floats: Floats,
 ) -> None:
+    packed = payload[scales.size * scales.itemsize :]
+    width = min(bucket, x.size)
+    lanes = scratch[:LANES].view(np.float64)
+    pairs = scratch[LANES : LANES + width // 2 + ELEMENTS]
+    codes = scratch[LANES + pairs.size :].view(np.uint8)
+    sums, decoded = floats[:width], floats[width:]
     skip = 0
     for b in range(scales.size):
         lo = b * bucket
@@ -182,19 +188,20 @@ def _quantise_feedback(
             _values(codes[:n], scales[b], bits, q)
             for i in range(n):
                 rb[i] = u[i] - q[i]
+    copy_bytes(scales.view(np.uint8), payload)
 
 
 @jit
 def _dequantise(
-    scales: Floats,
-    packed: Codes,
-    out: Floats,
-    bits: int,
-    bucket: int,
-    add: bool,
-    codes: Codes,
-    values: Floats,
+    payload: Codes, out: Floats, bits: int, bucket: int, add: bool, scratch: Floats
 ) -> None:
+    width = min(bucket, out.size)
+    scales = scratch[: (out.size + bucket - 1) // bucket]
+    values = scratch[scales.size : scales.size + width]
+    codes = scratch[scales.size + width :].view(np.uint8)
+    raw = scales.view(np.uint8)
+    copy_bytes(payload[: raw.size], raw)
+    packed = payload[raw.size :]
     for b in range(scales.size):
         lo = b * bucket
         hi = min(lo + bucket, out.size)
@@ -221,24 +228,10 @@ def quantise(
     offset: int,
 ) -> None:
     """Quantise x; round to nearest, or at random with the numbers of `stream`."""
-    head, packed = split_payload(payload, x.size, x.dtype, bits, bucket)
-    scales = np.empty(-(-x.size // bucket), x.dtype)  # aligned, which a payload need not be
-    codes, pairs, lanes = _scratch(min(bucket, x.size))
-    _quantise(
-        x,
-        scales,
-        packed,
-        bits,
-        bucket,
-        l2,
-        stream is not None,
-        *(stream or _NO_STREAM),
-        offset,
-        codes,
-        pairs,
-        lanes,
-    )
-    head[:] = scales.view(np.uint8)
+    scales = np.empty(-(-x.size // bucket), x.dtype)
+    scratch = _scratch(min(bucket, x.size))
+    random, words = stream is not None, stream or _NO_STREAM
+    _quantise(x, scales, payload, bits, bucket, l2, random, *words, offset, scratch)
 
 
 def quantise_feedback(
@@ -256,42 +249,35 @@ def quantise_feedback(
 
     Where a bucket of u is not finite, its part of the residual stays as it was.
     """
-    head, packed = split_payload(payload, x.size, x.dtype, bits, bucket)
     scales = np.empty(-(-x.size // bucket), x.dtype)
-    codes, pairs, lanes = _scratch(min(bucket, x.size))
-    sums, decoded = np.empty((2, codes.size), x.dtype)
+    width = min(bucket, x.size)
+    floats = np.empty(2 * width, x.dtype)
     _quantise_feedback(
         x,
         residual,
         scales,
-        packed,
+        payload,
         bits,
         bucket,
         l2,
         stream is not None,
         *(stream or _NO_STREAM),
         offset,
-        codes,
-        pairs,
-        lanes,
-        sums,
-        decoded,
+        _scratch(width),
+        floats,
     )
-    head[:] = scales.view(np.uint8)
 
 
 def dequantise(payload: Codes, out: Floats, *, bits: int, bucket: int, add: bool) -> None:
     """Decode into `out`, or add the decoded values to it."""
-    head, packed = split_payload(payload, out.size, out.dtype, bits, bucket)
-    scales = np.empty(-(-out.size // bucket), out.dtype)
-    scales.view(np.uint8)[:] = head
-    codes = np.empty(min(bucket, out.size), np.uint8)
-    values = np.empty(codes.size if add else 0, out.dtype)
-    _dequantise(scales, packed, out, bits, bucket, add, codes, values)
+    # The scales, aligned, which a payload need not be; then values and codes of one bucket.
+    scratch = np.empty(-(-out.size // bucket) + 2 * min(bucket, out.size), out.dtype)
+    _dequantise(payload, out, bits, bucket, add, scratch)
 
 
 _NO_STREAM = Stream(0, 0, 0, 0)
 
 
-def _scratch(size: int) -> tuple[Codes, Pairs, Lanes]:
-    return np.empty(size, np.uint8), pairs_for(size), np.empty(LANES)
+def _scratch(width: int) -> Pairs:
+    """Lanes, pairs and codes for buckets of `width` elements: passing one array is cheaper."""
+    return np.empty(LANES + (width // 2 + ELEMENTS) + (width + 7) // 8, np.uint64)

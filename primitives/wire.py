@@ -191,6 +191,7 @@ class Coded:
     ) -> None:
         self._device, self._dtype, self._codec = device, dtype, codec
         self._memory, self._key, self._begin = memory, key, begin
+        self._keys = {site: key._replace(site=k) for k, site in enumerate(("worker", "owner"))}
         self._scratch = scratch
         self.work = "float64" if dtype == "float64" else "float32"
 
@@ -216,7 +217,7 @@ class Coded:
     def _encode(self, x: Any, site: str, lo: int, hi: int) -> Any:
         payload = self._bytes(hi - lo)
         lo, hi = lo + self._begin, hi + self._begin
-        key = self._key._replace(site=("worker", "owner").index(site))
+        key = self._keys[site]
         if self._memory is None:
             self._codec.encode(x, payload, key=key, offset=lo)
         else:
