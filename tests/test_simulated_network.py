@@ -347,3 +347,54 @@ def test_one_event_is_as_many_messages(n, per_node, codec, skew, network):
     hop = network.latency + network.send_cost + network.receive_cost
     assert np.allclose(a, b, rtol=0.05, atol=hop)
     assert np.allclose(by_message.clocks, as_one.clocks, rtol=0.05)
+
+
+def reductions(make):
+    with rx.Comm.world() as comm:
+        held, memory = [], make()
+        for d in (1, 5, 1000, 1001):
+            for op in (rx.SUM, rx.MEAN):
+                for dtype in ("f2", "f4", "f8"):
+                    x = np.random.default_rng([6, comm.rank]).standard_normal(d).astype(dtype)
+                    codec = make() if isinstance(memory, rx.ErrorFeedback) else memory
+                    rx.allreduce(comm, x, op=op, codec=codec)
+                    held.append(x.tobytes())
+        return held, comm.now(), comm.stats.payload_bytes, comm.stats.messages
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: None,
+        lambda: rx.Quantizer(bits=4),
+        lambda: rx.MinMaxUInt8(),
+        lambda: rx.ErrorFeedback(rx.OneBit()),
+        lambda: rx.ErrorFeedback(rx.TopK(0.1)),
+    ],
+)
+def test_what_ranks_share_of_an_exchange_is_what_each_would_make(make):
+    """Where anything has a price, ranks do all their work themselves."""
+    shared = rx.SimulatedWorld(5, ranks_per_node=2, grouped_above=1)
+    alone = rx.SimulatedWorld(
+        5,
+        ranks_per_node=2,
+        grouped_above=1,
+        network=rx.Network(work={"nothing of this program": (1.0, 1.0)}),
+    )
+    assert shared.run(reductions, make) == alone.run(reductions, make)
+    assert shared.clocks == alone.clocks
+    assert shared.counts == alone.counts
+
+
+def test_a_gathered_chunk_is_decoded_once_for_all_ranks(monkeypatch):
+    decoded = []
+    decode = rx.Quantizer.decode
+    monkeypatch.setattr(rx.Quantizer, "decode", lambda *args: decoded.append(1) or decode(*args))
+    rx.SimulatedWorld(9, grouped_above=1).run(collect, rx.Quantizer(bits=4))
+    # Each rank: the first contribution and its own chunk; one of them: the eight other chunks.
+    assert len(decoded) == 9 * 2 + 8
+
+
+def collect(codec):
+    with rx.Comm.world() as comm:
+        rx.allreduce(comm, np.ones(900, "f4"), op=rx.MEAN, codec=codec)

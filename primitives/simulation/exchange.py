@@ -75,6 +75,17 @@ class Exchange(Ticket):
         """The ranks that have not handed in."""
         return [] if self._meeting is None else self._meeting.missing()
 
+    @property
+    def common(self) -> Any:
+        """What a rank has shared of this exchange; None before."""
+        assert self._meeting is not None  # start() has been called
+        return self._meeting.answer
+
+    def share(self, made: Any) -> None:
+        """Spare the other ranks of making the same of the same messages; nobody changes it."""
+        assert self._meeting is not None
+        self._meeting.answer = made
+
     def take(self, source: int) -> Any:
         """Return what a rank has sent here: not a copy, and read by others, too, in a gather."""
         assert self._meeting is not None  # start() has been called

@@ -16,7 +16,7 @@ from relaxmpi.primitives.simulation.channel import (
     Receive,
 )
 from relaxmpi.primitives.simulation.exchange import Exchange
-from relaxmpi.primitives.simulation.load import load_of
+from relaxmpi.primitives.simulation.load import Load, load_of
 from relaxmpi.primitives.simulation.rank import Rank, Ticket
 from relaxmpi.primitives.transport import TAG, Every, Request, pieces_of
 
@@ -39,6 +39,7 @@ class SimulatedTransport:
         self._stats, self._me = stats, world.me
         self._network, self._fabric = channel.fabric.network, channel.fabric
         self._nodes, self._exchanges = nodes, 0
+        self._loads: dict[tuple[float, bool], Load] = {}
         places = [self._fabric.nodes[rank.index] for rank in channel.members]
         self._near = [place == places[world.rank] for place in places]
         segment = settings.segment or self._network.segment
@@ -48,12 +49,16 @@ class SimulatedTransport:
         """Make messages of the bytes of `data`, which nobody will change."""
         size = data.nbytes * self._network.scale
         eager = min(size, self.longest) <= self._network.eager
-        places = {self._near[dest] for dest in dests}
-        loads = {near: load_of(self._network, size, self.longest, near) for near in places}
         return [
-            Parcel(data, loads[self._near[dest]], None if eager else Ticket(self._me), tag)
-            for dest in dests
+            Parcel(data, load, None if eager else Ticket(self._me), tag)
+            for load in (self._load(size, self._near[dest]) for dest in dests)
         ]
+
+    def _load(self, size: float, near: bool) -> Load:
+        found = self._loads.get((size, near))
+        if found is None:
+            found = self._loads[size, near] = load_of(self._network, size, self.longest, near)
+        return found
 
     def _count(self, size: int) -> None:
         self._stats.payload_bytes += size
@@ -119,20 +124,28 @@ class SimulatedTransport:
             self.channel.pipe(self._rank, dest, lane="tree").send(parcel, time)
         return [parcel.sent for parcel in parcels if parcel.sent is not None]
 
+    @property
+    def shares(self) -> bool:
+        """Whether ranks may share what all would make of the same messages: no work has a price."""
+        return not self._network.work
+
     def exchange(self, payloads: dict[int, Any], expected: int) -> Exchange:
         """Send one message each to some ranks, and receive `expected` ones: all in one event.
 
         Every rank of the communicator takes part. Where two ranks get the same array it is
         copied once, and they read that copy.
         """
-        dests: dict[int, list[int]] = {}
+        made: dict[tuple[int, bool], Parcel] = {}
+        parcels: dict[int, Parcel] = {}
         for dest, data in payloads.items():
             self._count(data.nbytes)
-            dests.setdefault(id(data), []).append(dest)
-        parcels: dict[int, Parcel] = {}
-        for same in dests.values():
-            copy = payloads[same[0]].copy()
-            parcels |= zip(same, self.addressed(copy, same), strict=True)
+            key = id(data), self._near[dest]
+            parcel = made.get(key)
+            if parcel is None:
+                other = made.get((key[0], not key[1]))
+                copy = data.copy() if other is None else other.data
+                parcel = made[key] = self.addressed(copy, [dest])[0]
+            parcels[dest] = parcel
         exchange = Exchange(self.channel, self._me, self._rank, expected)
         if not self._me.dead:
             self._exchanges += 1
