@@ -185,6 +185,8 @@ def signed_mean(
 
 
 class _Signs(Coded):
+    fills = False
+
     def __init__(
         self,
         flat: Flat,

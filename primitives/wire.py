@@ -37,9 +37,15 @@ def chunks(count: int, n: int) -> list[tuple[int, int]]:
 
 
 class Wire(Protocol):
-    """Numbers to payloads and back, for one call."""
+    """Numbers to payloads and back, for one call.
+
+    Attributes:
+        work: The format of totals.
+        fills: Whether `unpack` fills `out` and does nothing else, so that a copy of it would do.
+    """
 
     work: str
+    fills: bool
 
     def pieces(self, x: Any, busy: int) -> int:
         """In how many pieces `x` should go, where `busy` of them would suit the transport."""
@@ -86,6 +92,8 @@ class Wire(Protocol):
 
 class Plain:
     """The numbers themselves."""
+
+    fills = True
 
     def __init__(self, device: Device, dtype: str, scratch: Scratch) -> None:
         self._device, self.dtype, self._scratch = device, dtype, scratch
@@ -178,6 +186,8 @@ class Coded:
 
     Everything is kept in mean units, so that a residual means the same under SUM and MEAN.
     """
+
+    fills = True
 
     def __init__(
         self,

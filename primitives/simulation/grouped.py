@@ -81,12 +81,13 @@ class GroupedSchedule(FlatSchedule):
             wire.unpack(mine, place, op, n)
         exchange = transport.exchange(payloads, len(filled))
         yield exchange
-        if transport.shares and exchange.common is not None:
+        shared = transport.shares and wire.fills
+        if shared and exchange.common is not None:
             device.copy(out, exchange.common)
             return
         for r in filled:
             wire.unpack(exchange.take(r), out[slice(*bounds[r])], op, n)
-        if transport.shares:
+        if shared:
             exchange.share(out.copy())
 
     def allgather(self, device: Device, x: Any, places: list[Any], wire: Wire) -> Flow[None]:
