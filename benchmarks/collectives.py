@@ -18,17 +18,9 @@ from pathlib import Path
 import numpy as np
 
 import relaxmpi as rx
+from relaxmpi.units import parse_bytes
 
 Cases = dict[str, Callable[[], object]]
-
-UNITS = {"KiB": 2**10, "MiB": 2**20}
-
-
-def size(text: str) -> int:
-    for unit, factor in UNITS.items():
-        if text.endswith(unit):
-            return int(float(text[: -len(unit)]) * factor)
-    return int(text)
 
 
 def raw_cases(comm: rx.Comm, x: np.ndarray, y: np.ndarray) -> Cases:
@@ -134,7 +126,7 @@ def main() -> None:
     args = parser.parse_args()
     results = {}
     with rx.Comm.world() as comm:
-        for nbytes in map(size, args.sizes.split(",")):
+        for nbytes in (int(parse_bytes(text)) for text in args.sizes.split(",")):
             x = np.zeros(nbytes // 4, np.float32)
             y = np.zeros_like(x)
             cases = raw_cases(comm, x, y) | our_cases(comm, x, y)

@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import relaxmpi as rx
-from relaxmpi.units import parse_duration
+from relaxmpi.units import parse_bytes, parse_duration, parse_rate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from train_digits import ALGORITHMS, network
@@ -221,13 +221,13 @@ def report(taken: dict[str, list[float]], size: int, out: Path | None) -> None:
 def in_lab(file: str, spec: str, rest: list[str], ranks_per_host: int = 1) -> int:
     """Run a file on emulated hosts."""
     from relaxmpi.lab import Lab
-    from relaxmpi.units import parse_rate
 
     given = dict(part.split("=", 1) for part in spec.split(","))
     with Lab(
         hosts=int(given.get("hosts", 4)),
         latency=parse_duration(given.get("latency", "0.1ms")),
         bandwidth=parse_rate(given.get("bandwidth", "100Mbit")),
+        queue=parse_bytes(given["queue"]) if "queue" in given else None,
     ) as lab:
         return lab.run(["python", file, *rest], ranks_per_host=ranks_per_host, timeout=900)
 

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from relaxmpi import __version__, doctor, lab, simulate
-from relaxmpi.units import parse_duration, parse_rate, with_unit
+from relaxmpi.units import parse_bytes, parse_duration, parse_rate, with_unit
 
 __all__ = ["main"]
 
@@ -45,6 +45,10 @@ def _lab_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--mtu", type=int, default=1500, metavar="BYTES", help="(default 1500)")
     parser.add_argument(
+        "--queue", type=with_unit(parse_bytes), metavar="SIZE",
+        help="what may wait in the switch for a host's link, such as 16MB (default 1000 packets)",
+    )  # fmt: skip
+    parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="SECONDS",
         help="stop the job after this long, with exit status 124 (default 300)",
     )  # fmt: skip
@@ -69,6 +73,7 @@ def _lab(options: argparse.Namespace) -> int:
             latency=options.latency,
             bandwidth=options.bandwidth,
             mtu=options.mtu,
+            queue=options.queue,
         ) as network:
             return network.run(
                 [options.program, *options.arguments],

@@ -30,6 +30,7 @@ __all__ = ["TIMED_OUT", "Lab", "LabError", "refusal"]
 
 TIMED_OUT = 124
 _MOST_HOSTS = 60
+_QUEUE_PACKETS, _LEAST_QUEUE = 1000, 65536
 _GRACE = 5.0
 
 
@@ -115,6 +116,8 @@ class Lab:
         latency: Seconds one way.
         bandwidth: Bits per second of each host's link, up and down.
         mtu: Largest packet in bytes.
+        queue: Bytes that may wait in the switch for a host's link, beyond which packets are lost;
+            None: 1,000 packets.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -122,7 +125,13 @@ class Lab:
     """
 
     def __init__(
-        self, *, hosts: int = 4, latency: float = 1e-4, bandwidth: float = 1e9, mtu: int = 1500
+        self,
+        *,
+        hosts: int = 4,
+        latency: float = 1e-4,
+        bandwidth: float = 1e9,
+        mtu: int = 1500,
+        queue: float | None = None,
     ) -> None:
         if not 1 <= hosts <= _MOST_HOSTS:
             raise ValueError(f"hosts must be 1 to {_MOST_HOSTS}, not {hosts}")
@@ -132,10 +141,13 @@ class Lab:
             raise ValueError(f"bandwidth must be 1e3 to 1e12 bits per second, not {bandwidth}")
         if not 576 <= mtu <= 65000:
             raise ValueError(f"mtu must be 576 to 65000 bytes, not {mtu}")
+        if queue is not None and not queue >= _LEAST_QUEUE:
+            raise ValueError(f"queue must be at least {_LEAST_QUEUE} bytes, not {queue}")
         self.hosts = hosts
         self.latency = latency
         self.bandwidth = bandwidth
         self.mtu = mtu
+        self.queue = float(_QUEUE_PACKETS * max(mtu, 1500) if queue is None else queue)
         self._switch: subprocess.Popen[str] | None = None
         self._namespaces: list[tuple[int, int]] = []
 
@@ -143,7 +155,7 @@ class Lab:
         why = refusal()
         if why is not None:
             raise LabError(why)
-        numbers = (self.hosts, self.latency, self.bandwidth / 8, self.mtu)
+        numbers = (self.hosts, self.latency, self.bandwidth / 8, self.mtu, self.queue)
         switch = subprocess.Popen(
             _module("switch", *map(str, numbers)),
             stdin=subprocess.PIPE,
@@ -277,7 +289,8 @@ class Lab:
             "GLOO_SOCKET_IFNAME": "eth0",
             "MASTER_ADDR": address(1),
             "RELAXMPI_LAB": (
-                f"hosts={self.hosts},latency={self.latency:g},bandwidth={self.bandwidth:g}"
+                f"hosts={self.hosts},latency={self.latency:g},bandwidth={self.bandwidth:g},"
+                f"queue={self.queue:g}"
             ),
             "RELAXMPI_LAB_MASTER": address(1),
         }

@@ -1,8 +1,8 @@
 """An Ethernet switch in user space: links of a chosen rate and latency between emulated hosts.
 
-Run as ``python -m relaxmpi.switch HOSTS LATENCY BYTE_RATE MTU`` by `relaxmpi.lab`: it makes the
-hosts, writes one line of JSON with the open files that hold them, forwards frames, and ends when
-its standard input does.
+Run as ``python -m relaxmpi.switch HOSTS LATENCY BYTE_RATE MTU QUEUE`` by `relaxmpi.lab`: it makes
+the hosts, writes one line of JSON with the open files that hold them, forwards frames, and ends
+when its standard input does.
 
 Each link is a pair of queues. A frame leaves its host once the host's uplink is free, takes its
 size over the rate, and arrives one latency later, once the downlink of the receiver has carried
@@ -31,7 +31,6 @@ _LARGEST = 65536 + 128
 # Reading ahead of the uplink's clock by this much keeps a link busy although the switch may be
 # woken late on a machine whose cores are all taken.
 _AHEAD = 0.004
-_QUEUE_FRAMES = 1000
 
 
 def wire_bytes(frame: bytes) -> int:
@@ -49,7 +48,7 @@ def wire_bytes(frame: bytes) -> int:
 
 
 def forward(
-    hosts: Sequence[Host], control: int, latency: float, byte_rate: float, limit: int
+    hosts: Sequence[Host], control: int, latency: float, byte_rate: float, limit: float
 ) -> None:
     """Forward frames until ``control`` is readable or closed.
 
@@ -137,7 +136,7 @@ def main() -> None:
     made = [make_host(number, mtu) for number in range(1, hosts + 1)]
     _hurry()
     print(json.dumps([[host.net, host.uts] for host in made]), flush=True)
-    forward(made, sys.stdin.fileno(), latency, byte_rate, _QUEUE_FRAMES * max(mtu, 1500))
+    forward(made, sys.stdin.fileno(), latency, byte_rate, float(sys.argv[5]))
 
 
 if __name__ == "__main__":

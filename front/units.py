@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 __all__ = [
+    "parse_bytes",
     "parse_duration",
     "parse_rate",
     "show_bytes",
@@ -16,6 +17,7 @@ __all__ = [
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
 _NUMBER = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*([a-zµ/]*)\s*", re.IGNORECASE)
 
 
@@ -69,6 +71,27 @@ def parse_rate(text: str) -> float:
     if number == 0 or not math.isfinite(number * rate):
         raise ValueError(f"{text!r} is no usable rate; write for example 100Mbit")
     return number * rate
+
+
+def parse_bytes(text: str) -> float:
+    """Return the bytes that ``text`` stands for.
+
+    Args:
+        text: A number with one of the units B, kB, MB, GB, KiB, MiB, GiB.
+
+    Raises:
+        ValueError: If the unit is missing or unknown.
+
+    Example:
+        >>> parse_bytes("1.5MB"), parse_bytes("64KiB")
+        (1500000.0, 65536.0)
+    """
+    number, unit = _split(text, "16MB")
+    if unit not in _BYTES:
+        raise ValueError(
+            f"{text!r} needs one of the units B, kB, MB, GB, KiB, MiB, GiB; write for example 16MB"
+        )
+    return number * _BYTES[unit]
 
 
 def with_unit(parse: Callable[[str], float]) -> Callable[[str], float]:

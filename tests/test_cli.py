@@ -97,6 +97,7 @@ def test_wrong_arguments_end_with_status_2(arguments, expected, capsys):
         (["--bandwidth", "1bit"], "bandwidth must be"),
         (["--latency", "99s"], "latency must be"),
         (["--mtu", "100"], "mtu must be"),
+        (["--queue", "1500B"], "queue must be at least 65536 bytes"),
     ],
 )
 def test_numbers_out_of_range(arguments, expected, capsys):

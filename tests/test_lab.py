@@ -197,10 +197,50 @@ def test_latency_and_bandwidth_and_several_jobs_on_one_network(clean, tmp_path):
                 stdout=file,
             )
     assert status == 0
-    about = "hosts=2,latency=0.005,bandwidth=1e+08"
+    about = "hosts=2,latency=0.005,bandwidth=1e+08,queue=1.5e+06"
     assert sorted(output.read_text().splitlines()) == [
         f"{rank} host{host} 10.78.0.{host} {about}" for rank, host in enumerate((1, 1, 2, 2))
     ]
+
+
+TO_ONE_HOST = """
+import os, socket, time
+rank, count = int(os.environ["OMPI_COMM_WORLD_RANK"]), 200
+port = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+if rank == 0:
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**21)
+    port.bind(("10.78.0.1", 7878))
+    port.settimeout(1.5)
+    found = 0
+    try:
+        while True:
+            port.recv(2048)
+            found += 1
+    except TimeoutError:
+        print(found)
+else:
+    time.sleep(0.5)
+    for _ in range(count):
+        port.sendto(bytes(1400), ("10.78.0.1", 7878))
+    time.sleep(1)
+"""
+
+
+@emulated
+def test_what_the_queue_of_a_port_cannot_hold_is_lost(clean, tmp_path):
+    """Two hosts send 280 kB each to a third; half of it waits in the end."""
+    arrived = []
+    for queue in (None, 65536):
+        with lab.Lab(hosts=3, bandwidth=20e6, queue=queue) as network:
+            output = tmp_path / "output"
+            with output.open("w") as file:
+                status = network.run(
+                    ["python", "-c", TO_ONE_HOST], timeout=60, env={"MARK": clean}, stdout=file
+                )
+        assert status == 0
+        arrived.append(int(output.read_text()))
+    assert arrived[0] == 400
+    assert 200 < arrived[1] < 300, "about 200 and what the queue holds"
 
 
 def start(mark, *arguments):
