@@ -101,7 +101,9 @@ def _in_flight(network: "Network", nodes: Sequence[int]) -> list[Finding]:
             text,
             "TCP fills the queues of switches beyond that, and where several ranks send to one, "
             "packets are lost and links idle: if neighbour verbs take longer than their bytes, "
-            f"try OMPI_MCA_btl_tcp_sndbuf={size:.0f} (twice that is what the kernel allows)",
+            f"try OMPI_MCA_btl_tcp_sndbuf={size:.0f} (twice that is what the kernel allows). Where "
+            "switches hold several messages the opposite helps: 4194304, so that the kernel goes "
+            "on sending a whole message while ranks compute",
         )
     ]
 
