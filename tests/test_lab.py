@@ -204,33 +204,43 @@ def test_latency_and_bandwidth_and_several_jobs_on_one_network(clean, tmp_path):
 
 
 TO_ONE_HOST = """
-import os, socket, time
-rank, count = int(os.environ["OMPI_COMM_WORLD_RANK"]), 200
+import os, socket
+rank, count = int(os.environ["OMPI_COMM_WORLD_RANK"]), 1000
 port = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 if rank == 0:
     port.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**21)
     port.bind(("10.78.0.1", 7878))
-    port.settimeout(1.5)
+    senders = set()
+    while len(senders) < 2:
+        senders.add(port.recvfrom(2048)[1])
+    for sender in senders:
+        port.sendto(b"go", sender)
+    port.settimeout(2)
     found = 0
     try:
         while True:
-            port.recv(2048)
-            found += 1
+            found += len(port.recv(2048)) == 1400
     except TimeoutError:
         print(found)
 else:
-    time.sleep(0.5)
+    port.settimeout(0.1)
+    while True:
+        port.sendto(b"here", ("10.78.0.1", 7878))
+        try:
+            port.recv(2048)
+            break
+        except OSError:
+            pass
     for _ in range(count):
         port.sendto(bytes(1400), ("10.78.0.1", 7878))
-    time.sleep(1)
 """
 
 
 @emulated
 def test_what_the_queue_of_a_port_cannot_hold_is_lost(clean, tmp_path):
-    """Two hosts send 280 kB each to a third; half of it waits in the end."""
+    """Two hosts send 1.4 MB each to a third; half of it waits in the end."""
     arrived = []
-    for queue in (None, 65536):
+    for queue in (4e6, 65536):
         with lab.Lab(hosts=3, bandwidth=20e6, queue=queue) as network:
             output = tmp_path / "output"
             with output.open("w") as file:
@@ -239,8 +249,8 @@ def test_what_the_queue_of_a_port_cannot_hold_is_lost(clean, tmp_path):
                 )
         assert status == 0
         arrived.append(int(output.read_text()))
-    assert arrived[0] == 400
-    assert 200 < arrived[1] < 300, "about 200 and what the queue holds"
+    assert arrived[0] == 2000
+    assert arrived[1] < 1600, "about 1000 and the 45 that the queue holds"
 
 
 def start(mark, *arguments):

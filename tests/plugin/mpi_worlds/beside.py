@@ -22,6 +22,9 @@ class Pool:
         self._taken = Path(tempfile.mkdtemp(prefix="taken-"))
         self._processes: list[World] = []
 
+    def __len__(self) -> int:
+        return len(self._processes)
+
     def add(self, items: Sequence[pytest.Item]) -> None:
         """Start another process; it takes the items in this order."""
         process = World(self._config, Stack("", sys.executable), 0, self._stacks)
@@ -42,7 +45,10 @@ class Pool:
             if ended:
                 codes = [process.job.process.returncode for process in self._processes]
                 logs = "\n".join(process.job.log() for process in self._processes)
-                why = f"the processes of the items without ranks ended (exit {codes})\n{logs}"
+                why = (
+                    f"the processes of the items without ranks ended (exit {codes}); one takes an "
+                    f"item before it runs the one before, so this may never have begun\n{logs}"
+                )
                 return merge(item, [phases], ("process lost", why), 0)
             time.sleep(pause)
             pause = min(0.1, pause * 1.5)

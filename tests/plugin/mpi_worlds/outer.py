@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
 import mpi4py
@@ -29,6 +30,12 @@ class Place(NamedTuple):
 def place(item: pytest.Item) -> Place | None:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return params.get("mpi_world")
+
+
+def backwards(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The last file first, and the items of a file as they are."""
+    files = [list(group) for _, group in groupby(items, key=lambda item: item.path)]
+    return [item for file in reversed(files) for item in file]
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
@@ -95,8 +102,8 @@ class Outer:
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         if where is None and self.pool is not None:
-            if item is self.plain[0]:  # no more worlds: what they took is free for a second one
-                self.pool.add(self.plain[::-1])
+            if len(self.pool) == 1:  # no more worlds: what they took is free for a second one
+                self.pool.add(backwards(self.plain))
             for report in self.pool.reports(item):
                 item.ihook.pytest_runtest_logreport(report=report)
         elif where is None:
