@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxmpi.primitives._bits import copy_bytes, pack_bucket, unpack_bucket
-from relaxmpi.primitives._draw import ELEMENTS, Pairs, Words, fill_elements
+from relaxmpi.primitives._draw import ELEMENTS, GROUPS, Pairs, fill_vector
 from relaxmpi.primitives._jit import inlined, jit
-from relaxmpi.primitives._reduce import LANES, Lanes, largest, norm
+from relaxmpi.primitives._reduce import LANES, WIDTH, Lanes, fetch_ahead, largest, norm
+from relaxmpi.primitives._vectors import cast, load, negative, rint, store
 from relaxmpi.primitives.philox import Stream
 
 Floats = NDArray[Any]
@@ -23,27 +24,61 @@ Codes = NDArray[np.uint8]
 def _levels_nearest(u: Floats, lift: Any, inverse: Any, s: int, codes: Codes) -> None:
     top = np.int32(s)
     bottom = np.int32(-s)
-    for i in range(u.size):
+    whole = u.size - u.size % WIDTH
+    for i in range(0, whole, WIDTH):
+        fetch_ahead(u, i)
+        levels = cast(rint((load(u, i, WIDTH) * lift) * inverse), np.int32)
+        store(codes, i, cast(min(max(levels, bottom), top) + top, np.uint8))
+    for i in range(whole, u.size):
         level = np.int32(np.rint((u[i] * lift) * inverse))
         codes[i] = np.uint8(np.int32(min(max(level, bottom), top) + top))
 
 
 @inlined
 def _levels_stochastic(
-    u: Floats, lift: Any, inverse: Any, s: int, words: Words, codes: Codes
+    u: Floats,
+    lift: Any,
+    inverse: Any,
+    s: int,
+    codes: Codes,
+    start: int,
+    seed: int,
+    name: int,
+    step: int,
+    lane: int,
+    pairs: Pairs,
 ) -> None:
-    # In fixed point with 24 binary places, where floor(a + uniform) is exact: in floating point
-    # a + uniform may round up to the next integer, and an a on the grid would leave it.
-    # Cast at each step to 32 bits, or the sums of numba take 64, and vectors hold half as many.
-    top = np.uint32(s)
-    most = np.uint32(s << 24)
+    """Round the elements start, start + 1, ...; `pairs` is scratch for their random words.
+
+    In fixed point with 24 binary places, where floor(a + uniform) is exact: in floating point
+    a + uniform may round up to the next integer, and an a on the grid would leave it.
+    """
+    top = np.int32(s)
+    most = np.int32(s << 24)
     fixed = inverse * u.dtype.type(2.0**24)
-    for i in range(u.size):
-        a = np.uint32(np.int32(abs((u[i] * lift) * fixed)))
-        level = np.uint32(
-            np.uint32(min(a, most) + np.uint32(words[i] >> np.uint32(8))) >> np.uint32(24)
-        )
-        codes[i] = np.uint8(np.uint32(top - level) if u[i] < 0 else np.uint32(top + level))
+    skip = start % ELEMENTS
+    first = (start - skip) // 4
+    words = pairs.view(np.uint32)[skip:]
+    vectors = (skip + u.size + ELEMENTS - 1) // ELEMENTS
+    whole = u.size - u.size % WIDTH
+    # One chain of multiplications after the other would leave most of the processor idle: levels
+    # are computed beside the words of the next ones.
+    for k in range(vectors + 1):
+        if k < vectors:
+            fill_vector(pairs, 2 * GROUPS * k, first + GROUPS * k, seed, name, step, lane)
+        i = (k - 1) * WIDTH
+        if k > 0 and i < whole:
+            fetch_ahead(u, i)
+            v = load(u, i, WIDTH)
+            a = min(cast(abs((v * lift) * fixed), np.int32), most)
+            levels = (cast(a, np.uint32) + (load(words, i, WIDTH) >> np.uint32(8))) >> np.uint32(24)
+            below = cast(negative(v), np.int32)
+            signed = (cast(levels, np.int32) ^ below) - below  # ~x + 1 is -x
+            store(codes, i, cast(signed + top, np.uint8))
+    for i in range(whole, u.size):
+        b = np.int64(min(np.int32(abs((u[i] * lift) * fixed)), most))
+        level = (b + np.int64(words[i] >> np.uint32(8))) >> 24
+        codes[i] = np.uint8(top - level if u[i] < 0 else top + level)
 
 
 @inlined
@@ -55,7 +90,12 @@ def _quantise_bucket(
     bits: int,
     l2: bool,
     random: bool,
-    words: Words,
+    start: int,
+    seed: int,
+    name: int,
+    step: int,
+    lane: int,
+    pairs: Pairs,
     lanes: Lanes,
 ) -> None:
     """Fill scale[0] and `packed`; `codes` is scratch and keeps the codes."""
@@ -79,7 +119,7 @@ def _quantise_bucket(
         if lifted * inverse < number(s):  # rounded down: the largest element would lose a level
             inverse = inverse * number(1 + (2.0**-23 if u.itemsize == 4 else 2.0**-52))
         if random:
-            _levels_stochastic(u, lift, inverse, s, words, codes)
+            _levels_stochastic(u, lift, inverse, s, codes, start, seed, name, step, lane, pairs)
         else:
             _levels_nearest(u, lift, inverse, s, codes)
     else:
@@ -116,12 +156,9 @@ def _quantise(
     lanes = scratch[:LANES].view(np.float64)
     pairs = scratch[LANES : LANES + min(bucket, x.size) // 2 + ELEMENTS]
     codes = scratch[LANES + pairs.size :].view(np.uint8)
-    skip = 0
     for b in range(scales.size):
         lo = b * bucket
         hi = min(lo + bucket, x.size)
-        if random:
-            skip = fill_elements(pairs, offset + lo, hi - lo, seed, name, step, lane)
         _quantise_bucket(
             x[lo:hi],
             scales[b : b + 1],
@@ -130,7 +167,12 @@ def _quantise(
             bits,
             l2,
             random,
-            pairs.view(np.uint32)[skip:],
+            offset + lo,
+            seed,
+            name,
+            step,
+            lane,
+            pairs,
             lanes,
         )
     copy_bytes(scales.view(np.uint8), payload)
@@ -160,7 +202,6 @@ def _quantise_feedback(
     pairs = scratch[LANES : LANES + width // 2 + ELEMENTS]
     codes = scratch[LANES + pairs.size :].view(np.uint8)
     sums, decoded = floats[:width], floats[width:]
-    skip = 0
     for b in range(scales.size):
         lo = b * bucket
         hi = min(lo + bucket, x.size)
@@ -170,8 +211,6 @@ def _quantise_feedback(
         rb = residual[lo:hi]
         for i in range(n):
             u[i] = xb[i] + rb[i]
-        if random:
-            skip = fill_elements(pairs, offset + lo, n, seed, name, step, lane)
         _quantise_bucket(
             u,
             scales[b : b + 1],
@@ -180,7 +219,12 @@ def _quantise_feedback(
             bits,
             l2,
             random,
-            pairs.view(np.uint32)[skip:],
+            offset + lo,
+            seed,
+            name,
+            step,
+            lane,
+            pairs,
             lanes,
         )
         if np.isfinite(scales[b]):

@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from relaxmpi.primitives._bits import split_payload
 from relaxmpi.primitives._jit import inlined, jit
-from relaxmpi.primitives._reduce import LANES, Lanes, largest, sum_abs, sum_squares, unit_for
+from relaxmpi.primitives._reduce import (
+    LANES,
+    WIDTH,
+    Lanes,
+    largest,
+    sum_abs,
+    sum_squares,
+    unit_for,
+)
+from relaxmpi.primitives._vectors import load, signs, store
 
 Floats = NDArray[Any]
 Codes = NDArray[np.uint8]
@@ -36,20 +45,23 @@ def scale_of(x: Floats, l2: bool, out: Floats, lanes: Lanes) -> None:
 @inlined
 def pack_signs(x: Floats, packed: Codes) -> None:
     n = x.size // 8
-    a, b, c, d = x[:n], x[n : 2 * n], x[2 * n : 3 * n], x[3 * n : 4 * n]
-    e, f, g, h = x[4 * n : 5 * n], x[5 * n : 6 * n], x[6 * n : 7 * n], x[7 * n : 8 * n]
     zero = x.dtype.type(0)
-    for i in range(n):
-        packed[i] = np.uint8(
-            np.uint8(a[i] >= zero)
-            | (np.uint8(b[i] >= zero) << np.uint8(1))
-            | (np.uint8(c[i] >= zero) << np.uint8(2))
-            | (np.uint8(d[i] >= zero) << np.uint8(3))
-            | (np.uint8(e[i] >= zero) << np.uint8(4))
-            | (np.uint8(f[i] >= zero) << np.uint8(5))
-            | (np.uint8(g[i] >= zero) << np.uint8(6))
-            | (np.uint8(h[i] >= zero) << np.uint8(7))
-        )
+    whole = n - n % WIDTH
+    for i in range(0, whole, WIDTH):
+        byte = signs(load(x, i, WIDTH)) & np.uint8(1)
+        byte |= signs(load(x, n + i, WIDTH)) & np.uint8(2)
+        byte |= signs(load(x, 2 * n + i, WIDTH)) & np.uint8(4)
+        byte |= signs(load(x, 3 * n + i, WIDTH)) & np.uint8(8)
+        byte |= signs(load(x, 4 * n + i, WIDTH)) & np.uint8(16)
+        byte |= signs(load(x, 5 * n + i, WIDTH)) & np.uint8(32)
+        byte |= signs(load(x, 6 * n + i, WIDTH)) & np.uint8(64)
+        byte |= signs(load(x, 7 * n + i, WIDTH)) & np.uint8(128)
+        store(packed, i, byte)
+    for i in range(whole, n):
+        bits = 0
+        for j in range(8):
+            bits |= (x[j * n + i] >= zero) << j
+        packed[i] = np.uint8(bits)
     if 8 * n < x.size:
         last = 0
         for j in range(x.size - 8 * n):
