@@ -36,6 +36,15 @@ def fetch_ahead(x: Floats, i: int) -> None:
 
 
 @inlined
+def fetch_rows(x: Floats, lo: int) -> None:
+    """The same for the 128 numbers of a step of a sum."""
+    fetch_ahead(x, lo)
+    fetch_ahead(x, lo + WIDTH)
+    fetch_ahead(x, lo + 2 * WIDTH)
+    fetch_ahead(x, lo + 3 * WIDTH)
+
+
+@inlined
 def largest(x: Floats, out: Floats) -> None:
     """out[0] = max |x|; a NaN or an infinity if x holds one.
 
@@ -62,7 +71,7 @@ def _largest(bits: NDArray[Any], magnitude: Any) -> Any:
 
 
 @inlined
-def _fold(lanes: Lanes) -> float:
+def fold(lanes: Lanes) -> float:
     eight = (load(lanes, 0, 8) + load(lanes, 16, 8)) + (load(lanes, 8, 8) + load(lanes, 24, 8))
     store(lanes, 0, eight)
     for half in (4, 2, 1):
@@ -80,18 +89,15 @@ def sum_abs(x: Floats, unit: float, lanes: Lanes) -> float:
     b, c, d = a, a, a
     whole = x.size - x.size % (4 * LANES)
     for lo in range(0, whole, 4 * LANES):
-        fetch_ahead(x, lo)
-        fetch_ahead(x, lo + WIDTH)
-        fetch_ahead(x, lo + 2 * WIDTH)
-        fetch_ahead(x, lo + 3 * WIDTH)
-        a += _four_abs(x, lo, unit)
-        b += _four_abs(x, lo + 8, unit)
-        c += _four_abs(x, lo + 16, unit)
-        d += _four_abs(x, lo + 24, unit)
-    _keep(a, b, c, d, lanes)
+        fetch_rows(x, lo)
+        a += four_abs(x, lo, unit)
+        b += four_abs(x, lo + 8, unit)
+        c += four_abs(x, lo + 16, unit)
+        d += four_abs(x, lo + 24, unit)
+    keep(a, b, c, d, lanes)
     for j in range(x.size - whole):
         lanes[j % LANES] += abs(np.float64(x[whole + j])) * unit
-    return _fold(lanes)
+    return fold(lanes)
 
 
 @inlined
@@ -103,30 +109,27 @@ def sum_squares(x: Floats, unit: float, lanes: Lanes) -> float:
     b, c, d = a, a, a
     whole = x.size - x.size % (4 * LANES)
     for lo in range(0, whole, 4 * LANES):
-        fetch_ahead(x, lo)
-        fetch_ahead(x, lo + WIDTH)
-        fetch_ahead(x, lo + 2 * WIDTH)
-        fetch_ahead(x, lo + 3 * WIDTH)
-        a += _four_squares(x, lo, unit)
-        b += _four_squares(x, lo + 8, unit)
-        c += _four_squares(x, lo + 16, unit)
-        d += _four_squares(x, lo + 24, unit)
-    _keep(a, b, c, d, lanes)
+        fetch_rows(x, lo)
+        a += four_squares(x, lo, unit)
+        b += four_squares(x, lo + 8, unit)
+        c += four_squares(x, lo + 16, unit)
+        d += four_squares(x, lo + 24, unit)
+    keep(a, b, c, d, lanes)
     for j in range(x.size - whole):
         v = np.float64(x[whole + j]) * unit
         lanes[j % LANES] += v * v
-    return _fold(lanes)
+    return fold(lanes)
 
 
 @inlined
-def _four_abs(x: Floats, at: int, unit: float) -> Any:
+def four_abs(x: Floats, at: int, unit: float) -> Any:
     return (_abs(x, at, unit) + _abs(x, at + LANES, unit)) + (
         _abs(x, at + 2 * LANES, unit) + _abs(x, at + 3 * LANES, unit)
     )
 
 
 @inlined
-def _four_squares(x: Floats, at: int, unit: float) -> Any:
+def four_squares(x: Floats, at: int, unit: float) -> Any:
     return (_square(x, at, unit) + _square(x, at + LANES, unit)) + (
         _square(x, at + 2 * LANES, unit) + _square(x, at + 3 * LANES, unit)
     )
@@ -144,7 +147,7 @@ def _square(x: Floats, at: int, unit: float) -> Any:
 
 
 @inlined
-def _keep(a: Any, b: Any, c: Any, d: Any, lanes: Lanes) -> None:
+def keep(a: Any, b: Any, c: Any, d: Any, lanes: Lanes) -> None:
     store(lanes, 0, a)
     store(lanes, 8, b)
     store(lanes, 16, c)

@@ -15,12 +15,16 @@ from relaxmpi.primitives._reduce import (
     LANES,
     WIDTH,
     Lanes,
+    fetch_rows,
+    fold,
+    four_abs,
+    keep,
     largest,
     sum_abs,
     sum_squares,
     unit_for,
 )
-from relaxmpi.primitives._vectors import load, signs, store
+from relaxmpi.primitives._vectors import load, signs, splat, store
 
 Floats = NDArray[Any]
 Codes = NDArray[np.uint8]
@@ -71,6 +75,35 @@ def pack_signs(x: Floats, packed: Codes) -> None:
 
 
 @inlined
+def pack_and_scale(x: Floats, packed: Codes, out: Floats, lanes: Lanes) -> None:
+    """`pack_signs` and `scale_of` by mean |x| in one pass, for whole steps of the sum in each bit.
+
+    So memory and arithmetic are busy at the same time.
+    """
+    n = x.size // 8
+    for i in range(0, n, WIDTH):
+        store(packed, i, splat(np.uint8(0), WIDTH))
+    a = splat(0.0, 8)
+    b, c, d = a, a, a
+    for j in range(8):
+        bit = np.uint8(1 << j)
+        for i in range(0, n, 4 * LANES):
+            lo = j * n + i
+            fetch_rows(x, lo)
+            a += four_abs(x, lo, 1.0)
+            b += four_abs(x, lo + 8, 1.0)
+            c += four_abs(x, lo + 16, 1.0)
+            d += four_abs(x, lo + 24, 1.0)
+            for k in range(0, 4 * LANES, WIDTH):
+                bits = signs(load(x, lo + k, WIDTH)) & bit
+                store(packed, i + k, load(packed, i + k, WIDTH) | bits)
+    keep(a, b, c, d, lanes)
+    out[0] = fold(lanes) / x.size
+    if not np.isfinite(out[0]):
+        out[0] = np.nan
+
+
+@inlined
 def values_of(packed: Codes, scale: Any, out: Floats) -> None:
     n = out.size // 8
     for j in range(8):
@@ -95,8 +128,12 @@ def _sign(x: Floats, scales: Floats, packed: Codes, bucket: int, l2: bool, lanes
     for b in range(scales.size):
         lo = b * bucket
         hi = min(lo + bucket, x.size)
-        scale_of(x[lo:hi], l2, scales[b : b + 1], lanes)
-        pack_signs(x[lo:hi], packed[lo // 8 : (hi + 7) // 8])
+        part = packed[lo // 8 : (hi + 7) // 8]
+        if x.itemsize == 4 and not l2 and (hi - lo) % (32 * LANES) == 0:
+            pack_and_scale(x[lo:hi], part, scales[b : b + 1], lanes)
+        else:
+            scale_of(x[lo:hi], l2, scales[b : b + 1], lanes)
+            pack_signs(x[lo:hi], part)
 
 
 @jit

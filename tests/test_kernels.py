@@ -138,6 +138,44 @@ def test_sums_and_multiples(dtype):
     assert residual.tolist() == [0.75, 8, 9]
 
 
+def mean_in_lanes(x: np.ndarray) -> float:
+    """Mean |x| of float32 in the order of additions that all machines keep."""
+    sizes = np.abs(x.astype(np.float64))
+    whole = x.size - x.size % 128
+    lanes = np.zeros(32)
+    for a, b, c, d in sizes[:whole].reshape(-1, 4, 32):
+        lanes += (a + b) + (c + d)
+    for j, size in enumerate(sizes[whole:]):
+        lanes[j % 32] += size
+    while lanes.size > 1:
+        half = lanes.size // 2
+        lanes = lanes[:half] + lanes[half:]
+    return lanes[0] / x.size
+
+
+@pytest.mark.parametrize("bucket", [64, 1000, 1024, 2048])
+def test_signs_equal_numpy(bucket):
+    """Bits and scales of whole buckets, which take one pass, of others and of the last one."""
+    for count in [*SIZES[1:], 1024, 2047, 2048, 3072, 4096 + 5]:
+        x = normal(count, np.float32)
+        x[:: count // 3 + 1] = -0.0
+        x[1::97] = np.nan if count == 1000 else 0.0
+        scales = -(-count // bucket)
+        payload = np.full(4 * scales + sum(
+            (min(lo + bucket, count) - lo + 7) // 8 for lo in range(0, count, bucket)
+        ), 0xA5, np.uint8)  # fmt: skip
+        kernels.sign(x, payload, bucket=bucket, l2=False)
+        bits = np.empty(count, np.uint8)
+        kernels.unpack(payload[4 * scales :], bits, bits=1, bucket=bucket)
+        assert (bits == (x >= 0)).all()
+        parts = [x[lo : lo + bucket] for lo in range(0, count, bucket)]
+        want = np.array([mean_in_lanes(part) for part in parts], np.float32)
+        np.testing.assert_array_equal(payload[: 4 * scales].copy().view(np.float32), want)
+        fed = np.zeros_like(payload)
+        kernels.sign_feedback(x, np.zeros_like(x), fed, bucket=bucket, l2=False)
+        assert (fed[4 * scales :] == payload[4 * scales :]).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("l2", [False, True])
