@@ -38,6 +38,13 @@ def backwards(items: list[pytest.Item]) -> list[pytest.Item]:
     return [item for file in reversed(files) for item in file]
 
 
+def from_the_middle(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The file of the middle item and those behind it first."""
+    paths = [item.path for item in items]
+    middle = paths.index(paths[len(paths) // 2])
+    return items[middle:] + items[:middle]
+
+
 def parametrize(metafunc: pytest.Metafunc) -> None:
     """Run an item marked ``ranks(*n, timeout=None, mpi=None)`` in a world of each kind."""
     mark = metafunc.definition.get_closest_marker("ranks")
@@ -101,9 +108,12 @@ class Outer:
         if where is None and self.pool is None and (nextitem is None or place(nextitem) is None):
             return None
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        if self.pool and len(self.pool) == 1 and self.world:
+            # Beside worlds, too, for many items of both kinds wait for something.
+            self.pool.add(backwards(self.plain))
         if where is None and self.pool is not None:
-            if len(self.pool) == 1:  # no more worlds: what they took is free for a second one
-                self.pool.add(backwards(self.plain))
+            if len(self.pool) == 2:  # no more worlds: what they took is free for a third one
+                self.pool.add(from_the_middle(self.plain))
             for report in self.pool.reports(item):
                 item.ihook.pytest_runtest_logreport(report=report)
         elif where is None:
