@@ -235,7 +235,7 @@ def test_law_n_ranks_on_nodes_are_one_process(comm, monkeypatch):
             assert_close(model, alone, case.atol)
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("n", [2, 3, pytest.param(5, marks=pytest.mark.long)])
 def test_law_n_ranks_are_one_process_in_any_order_of_events(n):
     def program(case):
         with rx.Comm.world() as comm:

@@ -429,7 +429,8 @@ except Exception as error:
 """
 
 
-@pytest.mark.parametrize("caught", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("caught", [False, True])
 def test_an_error_in_the_middle_of_a_call_reaches_all_ranks(launch, tmp_path, caught):
     done = launch(FAILS, 3, str(tmp_path / "store"), *["caught"] * caught, timeout=60)
     assert done.returncode != 0

@@ -17,7 +17,7 @@ def accuracies(text):
     return [float(found) for found in re.findall(r"([0-9.]+)%", text)]
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("name", ["quickstart", "compose_your_own", "osgp"])
 def test_small_examples(launch, name, n):
     result = launch(EXAMPLES / f"{name}.py", n, timeout=90)
@@ -33,7 +33,8 @@ def test_small_examples(launch, name, n):
         assert float(re.search(r"further .* than ([0-9.]+)%", result.stdout)[1]) < 1
 
 
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("n", [1, 2])
 def test_custom_loop(launch, n):
     test_small_examples(launch, "custom_loop", n)
 
@@ -71,6 +72,7 @@ def test_nobody_waits_for_a_slow_worker_in_the_simulated_world(launch, tmp_path)
     assert out.stat().st_size > 20_000
 
 
+@pytest.mark.long
 def test_slow_worker_on_real_ranks(launch, tmp_path):
     pytest.importorskip("matplotlib")
     script = EXAMPLES / "slow_worker.py"
@@ -97,14 +99,9 @@ def test_train_digits(launch, n, algorithm):
     assert f"{algorithm}:" in result.stderr, "a progress bar"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("n", "algorithm"),
-    [
-        pytest.param(1, "sgd", marks=pytest.mark.long),
-        pytest.param(3, "sign", marks=pytest.mark.long),
-        (2, "onebit"),
-        pytest.param(2, "diloco", marks=pytest.mark.long),
-    ],
+    ("n", "algorithm"), [(1, "sgd"), (3, "sign"), (2, "onebit"), (2, "diloco")]
 )
 def test_char_lm(launch, n, algorithm):
     steps = "50" if algorithm == "diloco" else "12"  # DiLoCo sends nothing before

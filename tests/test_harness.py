@@ -157,7 +157,13 @@ def orphans(folder: Path) -> list[str]:
     return left
 
 
-@pytest.fixture(params=stacks(), ids=lambda s: s.name)
+SEVERAL = [
+    pytest.param(stack, id=stack.name, marks=[pytest.mark.long] if k else [])
+    for k, stack in enumerate(stacks())
+]
+
+
+@pytest.fixture(params=SEVERAL)
 def stack(request: pytest.FixtureRequest) -> Stack:
     chosen: Stack = request.param
     return chosen

@@ -101,7 +101,7 @@ def close(found, true, names):
         (3, 1, NETWORKS[2]),
         (4, 2, NETWORKS[1]),
         (4, 2, NETWORKS[2]),
-        (7, 3, NETWORKS[0]),
+        pytest.param(7, 3, NETWORKS[0], marks=pytest.mark.long),
     ],
 )
 def test_what_went_in_comes_out(few, network, n, per_node):
@@ -197,7 +197,7 @@ def test_one_rank_has_no_network():
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("per_node", [0, 1, 2])
+@pytest.mark.parametrize("per_node", [0, pytest.param(1, marks=pytest.mark.long), 2])
 def test_on_mpi_all_ranks_hear_the_same_numbers(comm, per_node, monkeypatch):
     if per_node:
         monkeypatch.setenv("RELAXMPI_RANKS_PER_NODE", str(per_node))

@@ -321,6 +321,7 @@ def test_units():
     assert show_rate(2.5e9) == "2.5 Gbit/s"
 
 
+@pytest.mark.long
 def test_the_quickstart_as_its_users_do():
     pytest.importorskip("sklearn")
     command = [sys.executable, "-m", "relaxmpi", "simulate", str(EXAMPLES / "quickstart.py")]

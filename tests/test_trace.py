@@ -182,6 +182,7 @@ def test_without_a_path_one_rank_alone_may_record():
     rx.SimulatedWorld(2).run(program)
 
 
+@pytest.mark.long
 def test_tracing_changes_no_time_of_a_simulated_world():
     def program(traced):
         with rx.Comm.world() as comm:
