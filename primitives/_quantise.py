@@ -60,18 +60,19 @@ def _levels_stochastic(
     first = (start - skip) // 4
     words = pairs.view(np.uint32)[skip:]
     vectors = (skip + u.size + ELEMENTS - 1) // ELEMENTS
-    whole = u.size - u.size % WIDTH
+    whole = u.size - u.size % ELEMENTS
     # One chain of multiplications after the other would leave most of the processor idle: levels
     # are computed beside the words of the next ones.
     for k in range(vectors + 1):
         if k < vectors:
             fill_vector(pairs, 2 * GROUPS * k, first + GROUPS * k, seed, name, step, lane)
-        i = (k - 1) * WIDTH
+        i = (k - 1) * ELEMENTS
         if k > 0 and i < whole:
             fetch_ahead(u, i)
-            v = load(u, i, WIDTH)
+            v = load(u, i, ELEMENTS)
             a = min(cast(abs((v * lift) * fixed), np.int32), most)
-            levels = (cast(a, np.uint32) + (load(words, i, WIDTH) >> np.uint32(8))) >> np.uint32(24)
+            uniform = load(words, i, ELEMENTS) >> np.uint32(8)
+            levels = (cast(a, np.uint32) + uniform) >> np.uint32(24)
             below = cast(negative(v), np.int32)
             signed = (cast(levels, np.int32) ^ below) - below  # ~x + 1 is -x
             store(codes, i, cast(signed + top, np.uint8))
