@@ -156,7 +156,8 @@ class KernelCodec(Codec):
             self._encode_feedback(kernels_for(x), x, residual, payload[:size], key, offset)
 
     def _check(self, x: Floats, payload: Payload, offset: int = 0) -> int:
-        return check_arrays(x, payload, self.nbytes(x.size, x.dtype), offset)
+        check_numbers(x, "the array of numbers")
+        return check_payload(payload, x, self._nbytes(x.size, x.itemsize) if x.size else 0, offset)
 
     @abstractmethod
     def _nbytes(self, count: int, itemsize: int) -> int: ...
@@ -193,7 +194,8 @@ def float_type(dtype: DTypeLike) -> np.dtype[Any]:
 
 def check_numbers(x: Floats, what: str) -> None:
     """One-dimensional contiguous floats, or an error that says what to do."""
-    float_type(x.dtype)
+    if x.dtype not in _FLOATS:
+        float_type(x.dtype)
     if x.ndim != 1 or not x.flags.c_contiguous:
         raise ValueError(
             f"{what} must be one-dimensional and contiguous, not of shape {x.shape} and strides "
@@ -201,9 +203,8 @@ def check_numbers(x: Floats, what: str) -> None:
         )
 
 
-def check_arrays(x: Floats, payload: Payload, size: int, offset: int) -> int:
-    """Check the arguments of a codec; returns `size`, that of the payload."""
-    check_numbers(x, "the array of numbers")
+def check_payload(payload: Payload, x: Floats, size: int, offset: int) -> int:
+    """Check that x fits into `size` bytes of a payload; returns `size`."""
     if payload.dtype != _BYTES:
         raise TypeError(f"the payload must be uint8, not {payload.dtype}; use payload.view('u1')")
     if payload.ndim != 1 or payload.size < size or not payload.flags.c_contiguous:

@@ -203,6 +203,7 @@ class Coded:
         self._memory, self._key, self._begin = memory, key, begin
         self._keys = {site: key._replace(site=k) for k, site in enumerate(("worker", "owner"))}
         self._scratch = scratch
+        self._sizes: dict[int, int] = {}
         self.work = "float64" if dtype == "float64" else "float32"
 
     def pieces(self, x: Any, busy: int) -> int:
@@ -236,7 +237,10 @@ class Coded:
         return payload
 
     def _bytes(self, count: int) -> Any:
-        return self._scratch(self._device, self._codec.nbytes(count, self.work), "uint8")
+        size = self._sizes.get(count)
+        if size is None:
+            size = self._sizes[count] = self._codec.nbytes(count, self.work)
+        return self._scratch(self._device, size, "uint8")
 
     def pack(self, x: Any, lo: int, hi: int) -> Any:
         """Encode as a contributor."""

@@ -67,9 +67,9 @@ class Receive(Ticket):
         self._parcel, self.done = parcel, True
         rank, fabric = self.rank, self._fabric
         if rank.inside:
-            load = parcel.load
-            cost = self._cost(load.receive + self.extra, time)
-            last = self._cost(load.last + self.extra / load.batches, time)
+            load, slowness = parcel.load, fabric.fates.slowness(rank.index, time)
+            cost = (load.receive + self.extra) * slowness
+            last = (load.last + self.extra / load.batches) * slowness
             rank.stolen += cost
             begin = max(time - spread, rank.busy, rank.clock, rank.held)
             time = self._finish = rank.busy = max(begin + cost, time + last)
@@ -78,9 +78,6 @@ class Receive(Ticket):
     def missing(self) -> list[int]:
         """The rank that has not sent."""
         return [] if self.source is None else [self.source.index]
-
-    def _cost(self, seconds: float, time: float) -> float:
-        return seconds * self._fabric.fates.slowness(self.rank.index, time)
 
     def test(self) -> bool:
         """Whether the bytes are in place."""
@@ -91,7 +88,7 @@ class Receive(Ticket):
             if self._finish:
                 rank.clock = max(rank.clock, self._finish)
             else:
-                rank.clock += self._cost(parcel.load.receive + self.extra, rank.clock)
+                self._fabric.cost(rank, parcel.load.receive + self.extra)
             if len(parcel.data) != len(self._data):
                 raise Truncated(
                     f"a message of {len(parcel.data)} bytes met a receive of {len(self._data)}"
@@ -163,14 +160,10 @@ class Pipe:
         else:
             self._posted.append(request)
 
-    def _spread(self, parcel: Parcel) -> float:
-        src, dest = self._src.index, self._dest.index
-        return self._fabric.spread(src, dest, parcel.load)
-
     def _match(self, time: float, request: Receive, parcel: Parcel, *, new: bool = False) -> None:
         sent = parcel.sent
         if sent is None:
-            request.fill(time, parcel, self._spread(parcel) if new else 0.0)
+            request.fill(time, parcel, parcel.load.spread if new else 0.0)
             return
         # Rendezvous: the receiver, in a call, asks for the bytes; the sender, in a call, sends.
         scheduler, src, dest = self._fabric.scheduler, self._src, self._dest
@@ -196,7 +189,7 @@ class Pipe:
     def _end(self, time: float, request: Receive, parcel: Parcel) -> bool:
         if request.done:
             return False
-        request.fill(time, parcel, self._spread(parcel))
+        request.fill(time, parcel, parcel.load.spread)
         return True
 
 
@@ -229,10 +222,13 @@ class Channel:
     """The state that the ranks' links of one number share."""
 
     def __init__(
-        self, fabric: Fabric, members: tuple[Rank, ...], forget: Callable[[], object]
+        self,
+        fabric: Fabric,
+        members: tuple[Rank, ...],
+        nodes: tuple[int, ...],
+        forget: Callable[[], object],
     ) -> None:
-        self.fabric, self.members = fabric, members
-        self._places = [fabric.nodes[rank.index] for rank in members]
+        self.fabric, self.members, self.nodes = fabric, members, nodes
         self.notices: list[deque[tuple[int, bytes]]] = [deque() for _ in members]
         self.mail: dict[int, Any] = {}  # what the ranks' mailboxes share, by receiver
         self._freed = 0
@@ -286,7 +282,7 @@ class Channel:
         """Complete a meeting to which all have come: for each rank when the tree reaches it."""
         scheduler = self.fabric.scheduler
         arrivals = [time for _, time in sorted(meeting.came)]
-        ends = told(self.fabric.network, self._places, arrivals)
+        ends = told(self.fabric.network, self.nodes, arrivals)
         groups: dict[float, list[Ticket]] = {}
         for (me, _), ticket in zip(meeting.came, meeting.tickets, strict=True):
             groups.setdefault(ends[me] + seconds, []).append(ticket)

@@ -119,7 +119,7 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
     lasts = []
     if sent:
         loads: Any = Load(*np.array([parcel.load for parcel in sent]).T)
-        size, costs = loads.size, loads.send * slow[source]
+        costs = loads.send * slow[source]
         inject = begins[source] + _running(costs, source) - costs + loads.first * slow[source]
         index = np.array([rank.index for rank in channel.members])
         node = np.array(fabric.nodes)[index]
@@ -128,36 +128,32 @@ def _reckon(channel: Channel, parts: list[_Part]) -> tuple[list[float], list[flo
         waits = np.array([parcel.sent is not None for parcel in sent])
         asked = np.maximum(inject + latency, begins[dest]) + latency
         given, inject = inject, np.where(waits, asked, inject)
-        packets = np.ceil(size / net.packet) * net.overhead
-        takes_up = np.where(near, size / net.local_bandwidth, (size + packets) / net.bandwidth)
-        takes_down = np.where(near, takes_up, (size + packets) / net.down_bandwidth)
-        takes_up = np.maximum(takes_up, loads.send - loads.first + takes_up / loads.batches)
         begin = inject.copy()
         for mask, port, links in (
             (~near, node[source], fabric.up),
             (near, index[source], fabric.out),
         ):
-            _queue(mask, port, inject, takes_up, links, begin)
+            _queue(mask, port, inject, loads.up, links, begin)
         left = begin
-        first, last = begin + latency, begin + takes_up + latency
+        first, last = begin + latency, begin + loads.up + latency
         begin = first.copy()
         for mask, port, links in (
             (~near, node[dest], fabric.down),
             (near, index[dest], fabric.into),
         ):
-            _queue(mask, port, first, takes_down, links, begin)
-        arrive = np.maximum(begin + takes_down, last) + loads.delay
+            _queue(mask, port, first, loads.down, links, begin)
+        arrive = np.maximum(begin + loads.down, last) + loads.delay
         np.maximum.at(arrivals, dest, arrive)
         order = np.lexsort((arrive, dest))
         work = loads.receive * slow[dest]
-        first = arrive - takes_down * (1 - 1 / loads.batches)
+        first = arrive - loads.spread
         last = arrive + loads.last * slow[dest]
         for r, lo, hi in _runs(dest[order]):
             here = order[lo:hi]
             after = np.cumsum(work[here])
             start = np.maximum.accumulate(np.maximum(first[here], ready[r]) - (after - work[here]))
             done[r] = max(start[-1] + after[-1], last[here].max())
-            times = (size, given, left, takes_up, takes_down, arrive)
+            times = (loads.size, given, left, loads.up, loads.down, arrive)
             k = here[-1]
             lasts.append(Message(int(source[k]), r, *(float(which[k]) for which in times)))
     return arrivals.tolist(), np.maximum(done - arrivals, 0.0).tolist(), lasts

@@ -48,9 +48,7 @@ class Flight:
         "left",
         "load",
         "sent",
-        "size",
         "source",
-        "up",
     )
 
     def __init__(
@@ -63,9 +61,9 @@ class Flight:
         delay: float,
         sent: float,
     ) -> None:
-        self.source, self.dest, self.size, self.load = source, dest, load.size, load
+        self.source, self.dest, self.load = source, dest, load
         self.arrive, self.dropped, self.delay, self.sent = arrive, dropped, delay, sent
-        self.left = self.up = 0.0  # when its first byte left, and for how long it kept the link
+        self.left = 0.0  # when its first byte left
 
 
 class Fabric:
@@ -128,17 +126,12 @@ class Fabric:
         net, here = self.network, self.nodes[flight.source]
         if here == self.nodes[flight.dest]:
             port, links, latency = flight.source, self.out, net.local_latency
-            takes = flight.size / net.local_bandwidth
         else:
             port, links, latency = here, self.up, net.latency
-            takes = net.wire_bytes(flight.size) / net.bandwidth
-        # The sender's processor hands over one batch after the other.
-        load = flight.load
-        takes = max(takes, load.send - load.first + takes / load.batches)
         begin = max(time, links[port])
-        flight.left, flight.up = begin, takes
-        links[port] = begin + takes
-        self.scheduler.at(begin + latency, self._enter, flight, begin + takes + latency)
+        flight.left = begin
+        links[port] = end = begin + flight.load.up
+        self.scheduler.at(begin + latency, self._enter, flight, end + latency)
 
     def _enter(self, time: float, flight: Flight, last: float) -> None:
         """The first byte asks for the link down; the last one cannot be there before `last`."""
@@ -146,51 +139,34 @@ class Fabric:
             self.dropped += 1
             self._record(flight, 0.0, None)
             return
-        net, there = self.network, self.nodes[flight.dest]
+        load, there = flight.load, self.nodes[flight.dest]
         if there == self.nodes[flight.source]:
-            port, links, takes = flight.dest, self.into, flight.size / net.local_bandwidth
+            port, links = flight.dest, self.into
         else:
             port, links = there, self.down
-            takes = net.wire_bytes(flight.size) / net.down_bandwidth
-        end = max(time, links[port]) + takes
+        end = max(time, links[port]) + load.down
         links[port] = end
-        end = max(end, last) + flight.load.delay + flight.delay
+        end = max(end, last) + load.delay + flight.delay
         self.scheduler.at(end, self._arrive, flight)
-        self._record(flight, takes, end)
+        if self.recorders:
+            self._record(flight, load.down, end)
 
     def _record(self, flight: Flight, down: float, arrives: float | None) -> None:
         recorder = self.recorders.get(flight.source)
         if recorder is not None:
-            recorder.messages.append(
-                Message(
-                    flight.source,
-                    flight.dest,
-                    flight.size,
-                    flight.sent,
-                    flight.left,
-                    flight.up,
-                    down,
-                    arrives,
-                )
-            )
+            source, dest, load = flight.source, flight.dest, flight.load
+            times = flight.sent, flight.left, load.up, down, arrives
+            recorder.messages.append(Message(source, dest, load.size, *times))
 
     def _arrive(self, time: float, flight: Flight) -> None:
-        self.scheduler.ranks[flight.dest].owes(flight.source, flight.sent)
-        if self.scheduler.ranks[flight.dest].dead:
+        dest = self.scheduler.ranks[flight.dest]
+        dest.owes(flight.source, flight.sent)
+        if dest.dead:
             self.dropped += 1
         elif flight.arrive(time):
             self.received += 1
         else:
             self.discarded += 1
-
-    def spread(self, source: int, dest: int, load: Load) -> float:
-        """Return the seconds from the arrival of a message's first batch to that of its last."""
-        net = self.network
-        if self.nodes[source] == self.nodes[dest]:
-            takes = load.size / net.local_bandwidth
-        else:
-            takes = net.wire_bytes(load.size) / net.down_bandwidth
-        return takes * (1 - 1 / load.batches)
 
     def latency(self, source: int, dest: int) -> float:
         """Return the seconds that a small message takes."""

@@ -25,6 +25,9 @@ class Load(NamedTuple):
         receive: Of the receiver's processor.
         last: What is a part of `receive` and comes after the last byte has arrived.
         delay: By which it arrives later than latency and bandwidth say.
+        up: For which it keeps the sender's link: no less than its processor takes to feed it.
+        down: For which it keeps the receiver's link.
+        spread: From the arrival of the first batch to that of the last.
     """
 
     size: float
@@ -35,6 +38,9 @@ class Load(NamedTuple):
     receive: float
     last: float
     delay: float
+    up: float
+    down: float
+    spread: float
 
 
 def load_of(network: Network, size: float, longest: float, near: bool) -> Load:
@@ -54,17 +60,16 @@ def load_of(network: Network, size: float, longest: float, near: bool) -> Load:
     pieces = max(1, math.ceil(size / longest))
     batches = max(pieces, math.ceil(size / BATCH))
     send, receive = pieces * network.send_cost, pieces * network.receive_cost
+    first, last, delay = network.send_cost, network.receive_cost, 0.0
     if near:
-        costs = send, network.send_cost, receive, network.receive_cost, 0.0
-        return Load(size, pieces, batches, *costs)
-    batch = min(size / pieces, BATCH)
-    return Load(
-        size,
-        pieces,
-        batches,
-        send + size * network.send_byte,
-        network.send_cost + batch * network.send_byte,
-        receive + size * network.receive_byte,
-        network.receive_cost + batch * network.receive_byte,
-        network.batch_delay * min(size, BATCH) / BATCH,
-    )
+        up = down = size / network.local_bandwidth
+    else:
+        batch, wire = min(size / pieces, BATCH), network.wire_bytes(size)
+        send, first = send + size * network.send_byte, first + batch * network.send_byte
+        receive, last = receive + size * network.receive_byte, last + batch * network.receive_byte
+        delay = network.batch_delay * min(size, BATCH) / BATCH
+        up, down = wire / network.bandwidth, wire / network.down_bandwidth
+    # The sender's processor hands over one batch after the other.
+    up = max(up, send - first + up / batches)
+    spread = down * (1 - 1 / batches)
+    return Load(size, pieces, batches, send, first, receive, last, delay, up, down, spread)

@@ -8,9 +8,9 @@ the real clock but the watchdog, which only reports.
 
 from __future__ import annotations
 
-import heapq
 import threading
 from collections.abc import Callable
+from heapq import heappop, heappush
 from math import inf
 from random import Random
 from typing import Any
@@ -56,7 +56,8 @@ class Scheduler:
     def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
         """Call `action(time, *args)` at that time; this gives hope that somebody can move."""
         self._hopes += 1
-        self._push(time, action, args, True)
+        self._pushed += 1
+        heappush(self.heap, (time, self._tie(), self._pushed, action, args, True))
 
     def fate(self, time: float, action: Callable[..., None], *args: Any) -> None:
         """The same for a fault that is only due: nobody may wait for it."""
@@ -64,7 +65,7 @@ class Scheduler:
 
     def _push(self, time: float, action: Any, args: Any, hopeful: bool) -> None:
         self._pushed += 1
-        heapq.heappush(self.heap, (time, self._tie(), self._pushed, action, args, hopeful))
+        heappush(self.heap, (time, self._tie(), self._pushed, action, args, hopeful))
 
     def _alarm(self, rank: Rank, time: float, hopeful: bool) -> None:
         rank.hopeful = hopeful
@@ -142,7 +143,7 @@ class Scheduler:
             if not heap or not (self._hopes or self.lossy):
                 self.fail(Deadlock(self._stuck()), None)
                 return None
-            time, _, _, action, args, hopeful = heapq.heappop(heap)
+            time, _, _, action, args, hopeful = heappop(heap)
             if time == inf:  # what is left would wait for ever
                 self.fail(Deadlock(self._stuck()), None)
                 return None

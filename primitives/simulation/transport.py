@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,24 +39,24 @@ class SimulatedTransport:
         self._network, self._fabric = channel.fabric.network, channel.fabric
         self._nodes, self._exchanges = nodes, 0
         self._loads: dict[tuple[float, bool], Load] = {}
-        places = [self._fabric.nodes[rank.index] for rank in channel.members]
-        self._near = [place == places[world.rank] for place in places]
+        self._places, self._place = channel.nodes, channel.nodes[world.rank]
         segment = settings.segment or self._network.segment
         self.longest = min(segment, settings.max_message) if nodes > 1 else settings.max_message
 
-    def addressed(self, data: Any, dests: Sequence[int], tag: int = TAG) -> list[Parcel]:
-        """Make messages of the bytes of `data`, which nobody will change."""
+    def addressed(self, data: Any, dest: int, tag: int = TAG) -> Parcel:
+        """Make a message of the bytes of `data`, which nobody will change."""
         size = data.nbytes * self._network.scale
-        eager = min(size, self.longest) <= self._network.eager
-        return [
-            Parcel(data, load, None if eager else Ticket(self._me), tag)
-            for load in (self._load(size, self._near[dest]) for dest in dests)
-        ]
+        waits = size > self._network.eager and self.longest > self._network.eager
+        return Parcel(data, self._load(size, dest), Ticket(self._me) if waits else None, tag)
 
-    def _load(self, size: float, near: bool) -> Load:
-        found = self._loads.get((size, near))
+    def _near(self, dest: int) -> bool:
+        return self._places[dest] == self._place
+
+    def _load(self, size: float, dest: int) -> Load:
+        key = size, self._near(dest)
+        found = self._loads.get(key)
         if found is None:
-            found = self._loads[size, near] = load_of(self._network, size, self.longest, near)
+            found = self._loads[key] = load_of(self._network, size, self.longest, key[1])
         return found
 
     def _count(self, size: int) -> None:
@@ -73,22 +72,21 @@ class SimulatedTransport:
     def parcel(self, data: Any, dest: int, tag: int = TAG) -> Parcel:
         """Make a message of a copy of the bytes of `data`, and count it."""
         self._count(data.nbytes)
-        (parcel,) = self.addressed(data.view(np.uint8).copy(), [dest], tag)
-        return parcel
+        return self.addressed(data.view(np.uint8).copy(), dest, tag)
 
     def announce(self, header: Any, dest: int, tag: int) -> Request:
         """Start sending a short header, which is no payload and does not scale."""
         if self._me.dead:
             return Never()
         self._stats.header_bytes += header.size
-        load = load_of(self._network, header.size, self.longest, self._near[dest])
+        load = self._load(header.size, dest)
         return self._send(Parcel(header.copy(), load, None, tag), dest)
 
     def _send(self, parcel: Parcel, dest: int) -> Request:
-        me, load = self._me, parcel.load
-        self._fabric.cost(me, load.first)
+        me, load, cost = self._me, parcel.load, self._fabric.cost
+        cost(me, load.first)
         begin = me.clock
-        self._fabric.cost(me, load.send - load.first)
+        cost(me, load.send - load.first)
         self.channel.pipe(self._rank, dest, _lane(parcel.tag)).send(parcel, begin)
         return DONE if parcel.sent is None else parcel.sent
 
@@ -114,7 +112,8 @@ class SimulatedTransport:
         if self._me.dead:
             return Never()
         self._count(raw.size)
-        parcels = self.addressed(raw.copy(), dests)
+        copy = raw.copy()
+        parcels = [self.addressed(copy, dest) for dest in dests]
         self._fabric.cost(self._me, sum(parcel.load.send for parcel in parcels))
         return Every(self.spread(self._me.clock, dests, parcels))
 
@@ -139,12 +138,12 @@ class SimulatedTransport:
         parcels: dict[int, Parcel] = {}
         for dest, data in payloads.items():
             self._count(data.nbytes)
-            key = id(data), self._near[dest]
+            key = id(data), self._near(dest)
             parcel = made.get(key)
             if parcel is None:
                 other = made.get((key[0], not key[1]))
                 copy = data.copy() if other is None else other.data
-                parcel = made[key] = self.addressed(copy, [dest])[0]
+                parcel = made[key] = self.addressed(copy, dest)
             parcels[dest] = parcel
         exchange = Exchange(self.channel, self._me, self._rank, expected)
         if not self._me.dead:
@@ -185,7 +184,8 @@ class _Relay(Receive):
 
     def fill(self, time: float, parcel: Parcel, spread: float = 0.0) -> None:
         """The bytes have arrived."""
-        self._passed = self._transport.addressed(parcel.data, self._dests)
+        address = self._transport.addressed
+        self._passed = [address(parcel.data, dest) for dest in self._dests]
         self.extra = sum(passed.load.send for passed in self._passed)
         super().fill(time, parcel, spread)
         if self._dests:

@@ -69,6 +69,7 @@ class Group:
 
     def __init__(self, fabric: Fabric, members: tuple[Rank, ...], grouped_above: int) -> None:
         self.fabric, self.members, self.grouped_above = fabric, members, grouped_above
+        self.nodes = tuple(fabric.nodes[rank.index] for rank in members)
         self._channels: dict[int, Channel] = {}
         self._parts: dict[tuple[Any, ...], Group] = {}
         self.gathering = self.channel(-1)
@@ -78,7 +79,7 @@ class Group:
         found = self._channels.get(number)
         if found is None:
             found = self._channels[number] = Channel(
-                self.fabric, self.members, lambda: self._channels.pop(number)
+                self.fabric, self.members, self.nodes, lambda: self._channels.pop(number)
             )
         return found
 
@@ -119,7 +120,7 @@ class RankWorld:
         self._group, self.me, self._life = group, me, life
         self._fabric, self._scheduler = group.fabric, group.fabric.scheduler
         self.rank, self.size = group.members.index(me), len(group.members)
-        self.nodes = tuple(group.fabric.nodes[rank.index] for rank in group.members)
+        self.nodes = group.nodes
         self.comms: MutableSet[Stream] = life.comms
         self._links = self._meetings = 0
 
