@@ -276,15 +276,17 @@ def test_no_link_is_used_beyond_its_rate_and_no_message_is_early(data):
     for time, begin, flight in seen.arrived:
         near = node[flight.source] == node[flight.dest]
         wait, rate = (1e-6, 1e7) if near else (network.latency, 1e6)
-        assert time - begin >= (wait + flight.size / rate) * (1 - 1e-9)
+        assert time - begin >= (wait + flight.load.size / rate) * (1 - 1e-9)
     for where in set(node):
         up = [
-            (t, f.size) for t, f in seen.left if f.size and node[f.source] == where != node[f.dest]
+            (t, f.load.size)
+            for t, f in seen.left
+            if f.load.size and node[f.source] == where != node[f.dest]
         ]
         down = [
-            (t, f.size)
+            (t, f.load.size)
             for t, _, f in seen.arrived
-            if f.size and node[f.dest] == where != node[f.source]
+            if f.load.size and node[f.dest] == where != node[f.source]
         ]
         assert within_rate(up, 1e6)
         assert within_rate(down, 1e6)
