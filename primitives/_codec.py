@@ -102,7 +102,7 @@ class Codec(ABC):
         So decoded + residual = u to one ulp. Where the decoded numbers are not finite, the
         residual stays as it was: a bad step is seen, and not remembered.
         """
-        check_residual(x, residual)
+        check_memory(x, residual)
         kernels = kernels_for(x)
         u = x.copy()
         kernels.accumulate(u, residual)
@@ -110,6 +110,19 @@ class Codec(ABC):
         decoded = u.copy()
         self.decode(payload, decoded)
         kernels.leave(u, decoded, residual)
+
+    def encode_difference(
+        self, x: Floats, replica: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0
+    ) -> None:
+        """Encode x - replica, and let the replica follow what was encoded, as `decode_follow` does.
+
+        So at every holder of the replica are the same bits.
+        """
+        check_memory(x, replica, "replica")
+        change = x.copy()
+        kernels_for(x).subtract(x, replica, change)
+        self.encode(change, payload, key=key, offset=offset)
+        self.decode_follow(payload, replica)
 
     def describe(self) -> str:
         """What ranks must agree on before they exchange payloads."""
@@ -122,6 +135,8 @@ class KernelCodec(Codec):
     def nbytes(self, count: int, dtype: DTypeLike) -> int:
         """Exact size of the payload of `count` numbers; 0 for none."""
         itemsize = float_type(dtype).itemsize
+        if count < 0:
+            raise ValueError(f"a payload is one of zero or more numbers, not of {count}")
         return self._nbytes(count, itemsize) if count else 0
 
     def encode(self, x: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0) -> None:
@@ -151,13 +166,23 @@ class KernelCodec(Codec):
         self, x: Floats, residual: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0
     ) -> None:
         """Encode x + residual and keep what is lost: see `Codec`."""
-        check_residual(x, residual)
+        check_memory(x, residual)
         if size := self._check(x, payload, offset):
             self._encode_feedback(kernels_for(x), x, residual, payload[:size], key, offset)
 
+    def encode_difference(
+        self, x: Floats, replica: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0
+    ) -> None:
+        """Encode x - replica, which follows: see `Codec`."""
+        check_memory(x, replica, "replica")
+        if size := self._check(x, payload, offset):
+            self._encode_difference(kernels_for(x), x, replica, payload[:size], key, offset)
+
     def _check(self, x: Floats, payload: Payload, offset: int = 0) -> int:
         check_numbers(x, "the array of numbers")
-        return check_payload(payload, x, self._nbytes(x.size, x.itemsize) if x.size else 0, offset)
+        return check_payload(
+            payload, x, self._nbytes(x.size, x.dtype.itemsize) if x.size else 0, offset
+        )
 
     @abstractmethod
     def _nbytes(self, count: int, itemsize: int) -> int: ...
@@ -176,6 +201,11 @@ class KernelCodec(Codec):
         self, kernels: Any, x: Floats, residual: Floats, payload: Payload, key: Key, offset: int
     ) -> None:
         super().encode_feedback(x, residual, payload, key=key, offset=offset)
+
+    def _encode_difference(
+        self, kernels: Any, x: Floats, replica: Floats, payload: Payload, key: Key, offset: int
+    ) -> None:
+        super().encode_difference(x, replica, payload, key=key, offset=offset)
 
 
 def scales_are_finite(payload: Payload, count: int, dtype: DTypeLike) -> bool:
@@ -217,11 +247,11 @@ def check_payload(payload: Payload, x: Floats, size: int, offset: int) -> int:
     return size
 
 
-def check_residual(x: Floats, residual: Floats) -> None:
-    """The residual is like x, or an error says so."""
-    check_numbers(residual, "the residual")
-    if residual.dtype != x.dtype or residual.shape != x.shape:
+def check_memory(x: Floats, memory: Floats, what: str = "residual") -> None:
+    """What is kept of a buffer is like x, or an error says so."""
+    check_numbers(memory, f"the {what}")
+    if memory.dtype != x.dtype or memory.shape != x.shape:
         raise ValueError(
-            f"the residual must be like x, {x.shape} of {x.dtype}, not {residual.shape} of "
-            f"{residual.dtype}; keep one residual for each buffer"
+            f"the {what} must be like x, {x.shape} of {x.dtype}, not {memory.shape} of "
+            f"{memory.dtype}; keep one {what} for each buffer"
         )

@@ -6,6 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxmpi.primitives._jit import inlined, jit
+from relaxmpi.primitives._reduce import WIDTH, fetch_ahead, room_ahead
+from relaxmpi.primitives._vectors import cast, highest, load, rint, splat, store
 
 Floats = NDArray[Any]
 Codes = NDArray[np.uint8]
@@ -22,32 +24,32 @@ def _range(x: Floats, header: Floats) -> None:
     infinities at 0x7f800000 and -0x7f800001 and NaN beyond them.
     """
     if x.itemsize == 4:
-        narrow = x.view(np.int32)
-        mask = np.int32(0x7FFFFFFF)
-        low = np.int32(0x7FFFFFFF)
-        high = np.int32(-0x80000000)
-        for i in range(narrow.size):
-            v = np.int32(narrow[i] ^ np.int32(np.int32(narrow[i] >> np.int32(31)) & mask))
-            low = min(low, v)
-            high = max(high, v)
-        bits = header.view(np.int32)
-        bits[0] = np.int32(low ^ np.int32(np.int32(low >> np.int32(31)) & mask))
-        bits[1] = np.int32(high ^ np.int32(np.int32(high >> np.int32(31)) & mask))
+        _ends(x.view(np.int32), np.int32(31), np.int32(0x7FFFFFFF), header.view(np.int32))
     else:
-        wide = x.view(np.int64)
-        mask_w = np.int64(0x7FFFFFFFFFFFFFFF)
-        low_w = mask_w
-        high_w = np.int64(-0x8000000000000000)
-        for i in range(wide.size):
-            w = wide[i] ^ ((wide[i] >> 63) & mask_w)
-            low_w = min(low_w, w)
-            high_w = max(high_w, w)
-        bits_w = header.view(np.int64)
-        bits_w[0] = low_w ^ ((low_w >> 63) & mask_w)
-        bits_w[1] = high_w ^ ((high_w >> 63) & mask_w)
+        _ends(x.view(np.int64), np.int64(63), np.int64(0x7FFFFFFFFFFFFFFF), header.view(np.int64))
     if not (np.isfinite(header[0]) and np.isfinite(header[1])):
         header[0] = np.nan
         header[1] = np.nan
+
+
+@inlined
+def _ends(bits: NDArray[Any], shift: Any, magnitude: Any, out: NDArray[Any]) -> None:
+    number = bits.dtype.type
+    whole = bits.size - bits.size % WIDTH
+    high = splat(number(-magnitude - number(1)), WIDTH)
+    flipped = high  # of -1 - v, the largest where v is the smallest
+    for i in range(0, whole, WIDTH):
+        fetch_ahead(bits, i)
+        v = load(bits, i, WIDTH)
+        v = v ^ ((v >> shift) & magnitude)
+        high = max(high, v)
+        flipped = max(flipped, v ^ number(-1))
+    top, bottom = highest(high), number(~highest(flipped))
+    for i in range(whole, bits.size):
+        w = number(bits[i] ^ number(number(bits[i] >> shift) & magnitude))
+        top, bottom = max(top, w), min(bottom, w)
+    out[0] = number(bottom ^ number(number(bottom >> shift) & magnitude))
+    out[1] = number(top ^ number(number(top >> shift) & magnitude))
 
 
 @inlined
@@ -104,9 +106,15 @@ def _quantise(x: Floats, header: Floats, codes: Codes) -> None:
         base = header[0] * lift
         factor = number(255) / (header[1] * lift - base)
     if np.isfinite(header[0]):
-        for i in range(x.size):
+        bottom, top = np.int32(0), np.int32(255)
+        whole = x.size - x.size % WIDTH
+        for i in range(0, whole, WIDTH):
+            fetch_ahead(x, i)
+            levels = cast(rint((load(x, i, WIDTH) * lift - base) * factor), np.int32) - lo
+            store(codes, i, cast(min(max(levels, bottom), top), np.uint8))
+        for i in range(whole, x.size):
             level = np.int32(np.int32(np.rint((x[i] * lift - base) * factor)) - lo)
-            codes[i] = np.uint8(np.int32(min(max(level, np.int32(0)), np.int32(255))))
+            codes[i] = np.uint8(np.int32(min(max(level, bottom), top)))
     else:
         for i in range(codes.size):
             codes[i] = np.uint8(0)
@@ -123,11 +131,18 @@ def _dequantise(header: Floats, codes: Codes, out: Floats, add: bool, scratch: F
         stop = min(start + BLOCK, out.size)
         code = codes[start:stop]
         target = scratch[: stop - start] if add else out[start:stop]
+        whole = target.size - target.size % WIDTH
         if grid:
-            for i in range(target.size):
+            for i in range(0, whole, WIDTH):
+                room_ahead(out, start + i)
+                store(target, i, (cast(load(code, i, WIDTH), number) + lo) / scale)
+            for i in range(whole, target.size):
                 target[i] = (number(code[i]) + lo) / scale
         else:
-            for i in range(target.size):
+            for i in range(0, whole, WIDTH):
+                room_ahead(out, start + i)
+                store(target, i, cast(load(code, i, WIDTH), number) * step + offset)
+            for i in range(whole, target.size):
                 target[i] = offset + number(code[i]) * step
         if add:
             block = out[start:stop]

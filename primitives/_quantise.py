@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 from relaxmpi.primitives._bits import copy_bytes, pack_bucket, unpack_bucket
 from relaxmpi.primitives._draw import ELEMENTS, GROUPS, Pairs, fill_vector
 from relaxmpi.primitives._jit import inlined, jit
-from relaxmpi.primitives._reduce import LANES, WIDTH, Lanes, fetch_ahead, largest, norm
+from relaxmpi.primitives._reduce import (
+    LANES,
+    WIDTH,
+    Lanes,
+    fetch_ahead,
+    join,
+    largest,
+    norm,
+    room_ahead,
+)
 from relaxmpi.primitives._vectors import cast, load, negative, rint, store
 from relaxmpi.primitives.philox import Stream
 
@@ -133,8 +142,31 @@ def _quantise_bucket(
 def _values(codes: Codes, scale: Any, bits: int, out: Floats) -> None:
     s = np.int32((1 << (bits - 1)) - 1)
     unit = out.dtype.type(1) / out.dtype.type(s)  # s * unit is exactly 1 for every s used
-    for i in range(out.size):
+    whole = out.size - out.size % WIDTH
+    for i in range(0, whole, WIDTH):
+        room_ahead(out, i)
+        levels = cast(cast(load(codes, i, WIDTH), np.int32) - s, out.dtype.type)
+        store(out, i, (levels * unit) * scale)
+    for i in range(whole, out.size):
         out[i] = scale * (out.dtype.type(np.int32(np.int32(codes[i]) - s)) * unit)
+
+
+@inlined
+def _add_values(
+    codes: Codes, scale: Any, bits: int, out: Floats, factor: int, into: Floats
+) -> None:
+    """Into = out + factor (1 or -1) times what `_values` gives."""
+    s = np.int32((1 << (bits - 1)) - 1)
+    unit = out.dtype.type(1) / out.dtype.type(s)
+    signed = scale * out.dtype.type(factor)
+    whole = out.size - out.size % WIDTH
+    for i in range(0, whole, WIDTH):
+        room_ahead(into, i)
+        levels = cast(cast(load(codes, i, WIDTH), np.int32) - s, out.dtype.type)
+        store(into, i, load(out, i, WIDTH) + (levels * unit) * signed)
+    for i in range(whole, out.size):
+        level = out.dtype.type(np.int32(np.int32(codes[i]) - s))
+        into[i] = out[i] + (level * unit) * signed
 
 
 @jit
@@ -180,9 +212,10 @@ def _quantise(
 
 
 @jit
-def _quantise_feedback(
+def _quantise_beside(
     x: Floats,
-    residual: Floats,
+    memory: Floats,
+    difference: bool,
     scales: Floats,
     payload: Codes,
     bits: int,
@@ -195,23 +228,21 @@ def _quantise_feedback(
     lane: int,
     offset: int,
     scratch: Pairs,
-    floats: Floats,
+    sums: Floats,
 ) -> None:
     packed = payload[scales.size * scales.itemsize :]
     width = min(bucket, x.size)
     lanes = scratch[:LANES].view(np.float64)
     pairs = scratch[LANES : LANES + width // 2 + ELEMENTS]
     codes = scratch[LANES + pairs.size :].view(np.uint8)
-    sums, decoded = floats[:width], floats[width:]
     for b in range(scales.size):
         lo = b * bucket
         hi = min(lo + bucket, x.size)
         n = hi - lo
         u = sums[:n]
         xb = x[lo:hi]
-        rb = residual[lo:hi]
-        for i in range(n):
-            u[i] = xb[i] + rb[i]
+        held = memory[lo:hi]
+        join(xb, held, difference, u)
         _quantise_bucket(
             u,
             scales[b : b + 1],
@@ -229,10 +260,10 @@ def _quantise_feedback(
             lanes,
         )
         if np.isfinite(scales[b]):
-            q = decoded[:n]
-            _values(codes[:n], scales[b], bits, q)
-            for i in range(n):
-                rb[i] = u[i] - q[i]
+            if difference:
+                _add_values(codes[:n], scales[b], bits, held, 1, held)
+            else:
+                _add_values(codes[:n], scales[b], bits, u, -1, held)
     copy_bytes(scales.view(np.uint8), payload)
 
 
@@ -240,10 +271,8 @@ def _quantise_feedback(
 def _dequantise(
     payload: Codes, out: Floats, bits: int, bucket: int, add: bool, scratch: Floats
 ) -> None:
-    width = min(bucket, out.size)
     scales = scratch[: (out.size + bucket - 1) // bucket]
-    values = scratch[scales.size : scales.size + width]
-    codes = scratch[scales.size + width :].view(np.uint8)
+    codes = scratch[scales.size :].view(np.uint8)
     raw = scales.view(np.uint8)
     copy_bytes(payload[: raw.size], raw)
     packed = payload[raw.size :]
@@ -254,10 +283,7 @@ def _dequantise(
         unpack_bucket(packed[lo * bits // 8 : (hi * bits + 7) // 8], bits, codes[:n])
         ob = out[lo:hi]
         if add:
-            q = values[:n]
-            _values(codes[:n], scales[b], bits, q)
-            for i in range(n):
-                ob[i] += q[i]
+            _add_values(codes[:n], scales[b], bits, ob, 1, ob)
         else:
             _values(codes[:n], scales[b], bits, ob)
 
@@ -279,27 +305,28 @@ def quantise(
     _quantise(x, scales, payload, bits, bucket, l2, random, *words, offset, scratch)
 
 
-def quantise_feedback(
+def quantise_beside(
     x: Floats,
-    residual: Floats,
+    memory: Floats,
     payload: Codes,
     *,
+    difference: bool,
     bits: int,
     bucket: int,
     l2: bool,
     stream: Stream | None,
     offset: int,
 ) -> None:
-    """Quantise u = x + residual, and leave u - decoded in `residual`, in one pass.
+    """Quantise u = x + memory and leave u - decoded there; or x - memory, and add decoded to it.
 
-    Where a bucket of u is not finite, its part of the residual stays as it was.
+    In one pass. Where a bucket of u is not finite, its part of the memory stays as it was.
     """
     scales = np.empty(-(-x.size // bucket), x.dtype)
     width = min(bucket, x.size)
-    floats = np.empty(2 * width, x.dtype)
-    _quantise_feedback(
+    _quantise_beside(
         x,
-        residual,
+        memory,
+        difference,
         scales,
         payload,
         bits,
@@ -309,14 +336,14 @@ def quantise_feedback(
         *(stream or _NO_STREAM),
         offset,
         _scratch(width),
-        floats,
+        np.empty(width, x.dtype),
     )
 
 
 def dequantise(payload: Codes, out: Floats, *, bits: int, bucket: int, add: bool) -> None:
     """Decode into `out`, or add the decoded values to it."""
-    # The scales, aligned, which a payload need not be; then values and codes of one bucket.
-    scratch = np.empty(-(-out.size // bucket) + 2 * min(bucket, out.size), out.dtype)
+    # The scales, aligned, which a payload need not be; then the codes of one bucket.
+    scratch = np.empty(-(-out.size // bucket) + min(bucket, out.size), out.dtype)
     _dequantise(payload, out, bits, bucket, add, scratch)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relaxmpi.primitives._jit import inlined
-from relaxmpi.primitives._vectors import cast, highest, load, prefetch, splat, store
+from relaxmpi.primitives._vectors import cast, highest, load, prefetch, prefetch_room, splat, store
 
 Floats = NDArray[Any]
 Lanes = NDArray[np.float64]
@@ -23,25 +23,49 @@ WIDTH = 32  # numbers that kernels take at a time
 
 @inlined
 def fetch_ahead(x: Floats, i: int) -> None:
-    """Begin to bring the numbers near that a pass over x will come to after 3 KiB.
+    """Begin to bring the numbers near that a pass over x will come to after 6 KiB.
 
     A bucket is read from memory once and then computed with: without this, memory waits meanwhile.
     """
     if x.itemsize == 4:
-        prefetch(x, i + 768)
-        prefetch(x, i + 784)
+        prefetch(x, i + 1536)
+        prefetch(x, i + 1552)
     else:
         for k in range(0, WIDTH, 8):
-            prefetch(x, i + 384 + k)
+            prefetch(x, i + 768 + k)
+
+
+@inlined
+def room_ahead(out: Floats, i: int) -> None:
+    """The same for numbers that are going to be written: memory is read before it is written."""
+    if out.itemsize == 4:
+        prefetch_room(out, i + 1536)
+        prefetch_room(out, i + 1552)
+    else:
+        for k in range(0, WIDTH, 8):
+            prefetch_room(out, i + 768 + k)
 
 
 @inlined
 def fetch_rows(x: Floats, lo: int) -> None:
-    """The same for the 128 numbers of a step of a sum."""
+    """What `fetch_ahead` does, for the 128 numbers of a step of a sum."""
     fetch_ahead(x, lo)
     fetch_ahead(x, lo + WIDTH)
     fetch_ahead(x, lo + 2 * WIDTH)
     fetch_ahead(x, lo + 3 * WIDTH)
+
+
+@inlined
+def join(x: Floats, held: Floats, difference: bool, out: Floats) -> None:
+    """Out = x - held, or x + held."""
+    sign = x.dtype.type(-1 if difference else 1)
+    whole = x.size - x.size % WIDTH
+    for i in range(0, whole, WIDTH):
+        fetch_ahead(x, i)
+        fetch_ahead(held, i)
+        store(out, i, load(x, i, WIDTH) + load(held, i, WIDTH) * sign)
+    for i in range(whole, x.size):
+        out[i] = x[i] + held[i] * sign
 
 
 @inlined

@@ -18,13 +18,15 @@ from relaxmpi.primitives._reduce import (
     fetch_rows,
     fold,
     four_abs,
+    join,
     keep,
     largest,
+    room_ahead,
     sum_abs,
     sum_squares,
     unit_for,
 )
-from relaxmpi.primitives._vectors import load, signs, splat, store
+from relaxmpi.primitives._vectors import cast, load, signs, splat, store
 
 Floats = NDArray[Any]
 Codes = NDArray[np.uint8]
@@ -106,13 +108,32 @@ def pack_and_scale(x: Floats, packed: Codes, out: Floats, lanes: Lanes) -> None:
 @inlined
 def values_of(packed: Codes, scale: Any, out: Floats) -> None:
     n = out.size // 8
-    for j in range(8):
-        part = out[j * n : (j + 1) * n]
-        bit = np.uint8(1 << j)
-        for i in range(n):
-            part[i] = scale if packed[i] & bit else -scale
+    if n > 0:
+        out[0] = scale
+        if out.itemsize == 4:
+            _signed(packed, n, np.int32(31), out.view(np.int32))
+        else:
+            _signed(packed, n, np.int64(63), out.view(np.int64))
     for j in range(out.size - 8 * n):
         out[8 * n + j] = scale if packed[n] & np.uint8(1 << j) else -scale
+
+
+@inlined
+def _signed(packed: Codes, n: int, top: Any, out: NDArray[Any]) -> None:
+    """Fill 8 n floats, given as integers, from the first one, with a minus where no bit is set."""
+    number = out.dtype.type
+    minus, scale = number(number(1) << top), out[0]
+    whole = n - n % WIDTH
+    for j in range(8):
+        part = out[j * n : (j + 1) * n]
+        up = number(top - number(j))
+        for i in range(0, whole, WIDTH):
+            room_ahead(part, i)
+            unset = cast(load(packed, i, WIDTH) ^ np.uint8(255), number)
+            store(part, i, ((unset << up) & minus) ^ scale)
+        for i in range(whole, n):
+            unset_bit = number(packed[i] ^ np.uint8(255))
+            part[i] = number(number(number(unset_bit << up) & minus) ^ scale)
 
 
 @inlined
@@ -123,17 +144,22 @@ def without(u: Floats, scale: Any, residual: Floats) -> None:
         residual[i] = u[i] - (scale if u[i] >= zero else -scale)
 
 
+@inlined
+def _sign_bucket(x: Floats, part: Codes, scale: Floats, l2: bool, lanes: Lanes) -> None:
+    if x.itemsize == 4 and not l2 and x.size % (32 * LANES) == 0:
+        pack_and_scale(x, part, scale, lanes)
+    else:
+        scale_of(x, l2, scale, lanes)
+        pack_signs(x, part)
+
+
 @jit
 def _sign(x: Floats, scales: Floats, packed: Codes, bucket: int, l2: bool, lanes: Lanes) -> None:
     for b in range(scales.size):
         lo = b * bucket
         hi = min(lo + bucket, x.size)
         part = packed[lo // 8 : (hi + 7) // 8]
-        if x.itemsize == 4 and not l2 and (hi - lo) % (32 * LANES) == 0:
-            pack_and_scale(x[lo:hi], part, scales[b : b + 1], lanes)
-        else:
-            scale_of(x[lo:hi], l2, scales[b : b + 1], lanes)
-            pack_signs(x[lo:hi], part)
+        _sign_bucket(x[lo:hi], part, scales[b : b + 1], l2, lanes)
 
 
 @jit
@@ -153,10 +179,8 @@ def _sign_feedback(
         xb = x[lo:hi]
         rb = residual[lo:hi]
         u = sums[: hi - lo]
-        for i in range(u.size):
-            u[i] = xb[i] + rb[i]
-        scale_of(u, l2, scales[b : b + 1], lanes)
-        pack_signs(u, packed[lo // 8 : (hi + 7) // 8])
+        join(xb, rb, False, u)
+        _sign_bucket(u, packed[lo // 8 : (hi + 7) // 8], scales[b : b + 1], l2, lanes)
         if np.isfinite(scales[b]):
             without(u, scales[b], rb)
 

@@ -6,9 +6,9 @@ quarter of a register. Here a kernel says how many numbers it takes at a time:
     v = load(x, i, 32)                    # x[i], ..., x[i + 31]
     store(codes, i, cast(rint(v * lift), np.uint8))
 
-+, -, *, &, |, ^, <<, >>, abs, min and max work lane by lane, also with a number for all lanes.
-LLVM splits vectors into those that the machine has. Each lane is computed as a number would be, so
-that the same bytes come out on every machine.
++, -, *, / (of floats), &, |, ^, <<, >>, abs, min and max work lane by lane, also with a number for
+all lanes. LLVM splits vectors into those that the machine has. Each lane is computed as a number
+would be, so that the same bytes come out on every machine.
 """
 
 import operator
@@ -25,6 +25,7 @@ __all__ = [
     "load",
     "negative",
     "prefetch",
+    "prefetch_room",
     "rint",
     "signs",
     "splat",
@@ -102,16 +103,25 @@ def store(_: Any, array: Any, at: Any, vector: Any) -> Any:
 @extending.intrinsic  # type: ignore[untyped-decorator]
 def prefetch(_: Any, array: Any, at: Any) -> Any:
     """Begin to bring array[at], which need not exist, near."""
+    return types.void(array, types.intp), _bring(0)
 
+
+@extending.intrinsic  # type: ignore[untyped-decorator]
+def prefetch_room(_: Any, array: Any, at: Any) -> Any:
+    """The same where array[at] is going to be written to."""
+    return types.void(array, types.intp), _bring(1)
+
+
+def _bring(to_write: int) -> Make:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32])
         where = builder.bitcast(_address(context, builder, signature, args), byte)
-        read, all_levels, data = (ir.Constant(_INT32, k) for k in (0, 3, 1))
-        builder.call(_function(builder, "llvm.prefetch.p0", kind), [where, read, all_levels, data])
+        how = [ir.Constant(_INT32, k) for k in (to_write, 3, 1)]  # all levels, data
+        builder.call(_function(builder, "llvm.prefetch.p0", kind), [where, *how])
         return context.get_dummy_value()
 
-    return types.void(array, types.intp), generate
+    return generate
 
 
 @extending.intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -225,7 +235,7 @@ def _elementary(name: str, vector: Vector) -> Make:
     return generate
 
 
-def _lanewise(symbol: Any, floats: str | None, integers: Make) -> None:
+def _lanewise(symbol: Any, floats: str | None, integers: Make | None) -> None:
     """Let an operator work on two vectors of one type, or on a vector and a number."""
 
     @templates.infer_global(symbol)
@@ -235,7 +245,7 @@ def _lanewise(symbol: Any, floats: str | None, integers: Make) -> None:
             if kws or len(args) != 2 or not vectors:
                 return None
             kind = vectors[0]
-            if floats is None and kind.floats:
+            if (floats if kind.floats else integers) is None:
                 return None
             others = (kind if isinstance(arg, Vector) else kind.number for arg in args)
             return templates.signature(kind, *others)
@@ -246,6 +256,7 @@ def _lanewise(symbol: Any, floats: str | None, integers: Make) -> None:
         a, b = (x if x.type == vector else _spread(builder, x, vector) for x in args)
         if kind.floats and floats is not None and hasattr(builder, floats):
             return getattr(builder, floats)(a, b)
+        assert integers is not None  # or typing would have refused it
         return integers(builder, kind, a, b)
 
     for pair in ((Vector, Vector), (Vector, types.Number), (types.Number, Vector)):
@@ -278,6 +289,7 @@ for _symbol, _floats, _integers in (
     (operator.iadd, "fadd", _plain("add")),
     (operator.sub, "fsub", _plain("sub")),
     (operator.mul, "fmul", _plain("mul")),
+    (operator.truediv, "fdiv", None),
     (operator.and_, None, _plain("and_")),
     (operator.or_, None, _plain("or_")),
     (operator.ior, None, _plain("or_")),

@@ -109,7 +109,8 @@ class MinMaxUInt8(KernelCodec):
     Both sides derive the choice from min and max. Codes are clamped (BAGUA's wrap around), and
     1e-7 is left out where it would be a percent of r: it would round small gradients to nothing.
     Deterministic, |C(x) - x| <= 0.501 r / 255 (0.6 up to max|x| * 255 / r = 2**20);
-    contraction d >= 1 - B / 255**2.
+    contraction d >= 1 - B / 255**2. Not so at the ends of the type: above a quarter of its largest
+    number some decode to infinities, and where r is less than 255 denormal steps all to min.
 
     Payload of one call: min and max in the type of x, zeros up to 32 bytes, the codes, zeros up
     to a multiple of 32: 32 + 32 * ceil(count / 32) bytes.
@@ -192,29 +193,24 @@ class Quantizer(KernelCodec):
         return -(-self.bits * count // 8) + itemsize * -(-count // self.bucket)
 
     def _encode(self, kernels: Any, x: Floats, payload: Payload, key: Key, offset: int) -> None:
-        kernels.quantise(
-            x,
-            payload,
-            bits=self.bits,
-            bucket=self.bucket,
-            l2=self.norm == "l2",
-            stream=None if self.stochastic is False else key.stream(self.seed),
-            offset=offset,
-        )
+        kernels.quantise(x, payload, **self._how(self.stochastic is not False, key, offset))
 
     def _encode_feedback(
         self, kernels: Any, x: Floats, residual: Floats, payload: Payload, key: Key, offset: int
     ) -> None:
-        kernels.quantise_feedback(
-            x,
-            residual,
-            payload,
-            bits=self.bits,
-            bucket=self.bucket,
-            l2=self.norm == "l2",
-            stream=key.stream(self.seed) if self.stochastic else None,
-            offset=offset,
-        )
+        how = self._how(self.stochastic is True, key, offset)
+        kernels.quantise_beside(x, residual, payload, difference=False, **how)
+
+    def _encode_difference(
+        self, kernels: Any, x: Floats, replica: Floats, payload: Payload, key: Key, offset: int
+    ) -> None:
+        how = self._how(self.stochastic is not False, key, offset)
+        kernels.quantise_beside(x, replica, payload, difference=True, **how)
+
+    def _how(self, random: bool, key: Key, offset: int) -> dict[str, Any]:
+        stream = key.stream(self.seed) if random else None
+        form = {"bits": self.bits, "bucket": self.bucket, "l2": self.norm == "l2"}
+        return {**form, "stream": stream, "offset": offset}
 
     def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
         kernels.dequantise(payload, out, bits=self.bits, bucket=self.bucket, add=add)

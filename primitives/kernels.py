@@ -26,7 +26,7 @@ from relaxmpi.primitives._momentum import (
     move_signed,
     sign_momentum,
 )
-from relaxmpi.primitives._quantise import dequantise, quantise, quantise_feedback
+from relaxmpi.primitives._quantise import dequantise, quantise, quantise_beside
 from relaxmpi.primitives._sign import sign, sign_feedback, unsign
 from relaxmpi.primitives._topk import densify, sparsify, sparsify_feedback
 
@@ -51,7 +51,7 @@ __all__ = [
     "pack",
     "pair",
     "quantise",
-    "quantise_feedback",
+    "quantise_beside",
     "quantise_minmax",
     "random_words",
     "rates",

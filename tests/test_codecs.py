@@ -119,6 +119,24 @@ def test_decode_follow_adds_what_is_finite(x, codec, odd):
     assert (replica == expected).all()
 
 
+@laws
+@given(arrays, st.sampled_from(ALL), st.sampled_from([0, np.nan, np.inf, -np.inf, 3e38, -3e38]))
+def test_encode_difference_is_subtract_encode_and_follow(x, codec, odd):
+    if odd and x.size:
+        x[x.size // 2] = odd
+    held = np.random.default_rng(1).standard_normal(x.size).astype(x.dtype)
+    before, expected = x.copy(), held.copy()
+    payload, other = (np.full(codec.nbytes(x.size, x.dtype), 0xA5, np.uint8) for _ in range(2))
+    with np.errstate(over="ignore"):
+        codec.encode(x - held, other, key=Key("w", 3), offset=512)
+    codec.decode_follow(other, expected)
+    codec.encode_difference(x, held, payload, key=Key("w", 3), offset=512)
+    assert (payload == other).all()
+    assert (held.view(np.uint8) == expected.view(np.uint8)).all()
+    assert np.isfinite(held).all()
+    assert (x == before).all() or odd != 0
+
+
 def test_what_decodes_beyond_the_largest_float_is_not_followed():
     codec, replica = MinMaxUInt8(), np.ones(64, np.float32)
     most = 0.999 * float(np.finfo(np.float32).max)

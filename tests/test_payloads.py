@@ -117,6 +117,10 @@ def test_wrong_arguments(codec):
         codec.encode(x, payload, offset=-1)
     with pytest.raises(TypeError, match="float32 and float64"):
         codec.nbytes(3, np.int64)
+    with pytest.raises(ValueError, match="zero or more numbers"):
+        codec.nbytes(-1, np.float32)
+    with pytest.raises(ValueError, match="replica must be like x"):
+        codec.encode_difference(x, np.zeros(99, np.float32), payload)
 
 
 def test_descriptions_tell_codecs_apart():

@@ -57,6 +57,12 @@ class Coder:
         self.follow(replica, payload)
         return payload
 
+    def news(self, x: Any, replica: Any) -> Any:
+        """Encode what the replica does not know of x, let it follow, and return the payload."""
+        payload = self.payload()
+        self._codec.encode_difference(x, replica, payload, key=self._key)
+        return payload
+
     def follow(self, replica: Any, payload: Any) -> None:
         """Add what a payload says to a replica."""
         self._codec.decode_follow(payload, replica)
@@ -98,9 +104,8 @@ def choco(
     arriving = {peer: coder.payload() for peer in route.into}
     for peer, data in arriving.items():
         coder.receive(peer, data)
-    own, gap = coder.replica("own", exchange.rank), room.take(room.work)
-    kernels.subtract(room.widen(flat.data), own, gap)
-    payload = coder.encode(gap, own)
+    own = coder.replica("own", exchange.rank)
+    payload = coder.news(room.widen(flat.data), own)
     for peer in route.out:
         coder.send(peer, payload)
 
@@ -108,6 +113,7 @@ def choco(
         for peer, data in arriving.items():
             yield from exchange.arrived(peer)
             coder.follow(coder.replica("heard", peer), data)
+        gap = room.take(room.work)
         kernels.drift(own, own, coder.heard(route), gap)
         plain = room.work == room.dtype
         out = target if plain else room.take(room.work)
@@ -191,11 +197,9 @@ def push(
     for peer, data in arriving.items():
         coder.receive(peer, data)
     wide, weight = room.widen(flat.data), float(w[0])
-    change = room.take(room.work)
     for peer, share in route.out.items():
-        replica = coder.replica("sent", peer)
-        kernels.subtract(wide, replica, change)
-        coder.send(peer, coder.encode(change, replica), gamma * share * weight)
+        news = coder.news(wide, coder.replica("sent", peer))
+        coder.send(peer, news, gamma * share * weight)
     for peer, share in route.out.items():
         kernels.mix(wide, coder.replica("sent", peer), -gamma * share, wide)
         w[0] -= gamma * share * weight
