@@ -214,9 +214,9 @@ def fits(results: Sequence[Result]) -> str:
     lines = [
         (
             "| hosts | one way | link | latency, ms | Mbit/s | send, us | receive | 32 KiB | delay "
-            "| agree | switch |"
+            "| agree | call | switch |"
         ),
-        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for r in results:
         net = r.network
@@ -225,6 +225,7 @@ def fits(results: Sequence[Result]) -> str:
             f"{1e6 * cost:.0f}"
             for cost in (
                 net.send_cost, net.receive_cost, bytes_cost, net.batch_delay, net.agree_cost,
+                net.call_cost,
             )
         )  # fmt: skip
         lines.append(

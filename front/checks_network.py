@@ -110,7 +110,10 @@ def _in_flight(network: "Network", nodes: Sequence[int]) -> list[Finding]:
 
 def _costs(network: "Network") -> Finding:
     cost = max(network.send_cost, network.receive_cost)
-    text = f"each hop of an agreement takes {_seconds(network.agree_cost)} besides the latency"
+    text = (
+        f"each hop of an agreement takes {_seconds(network.agree_cost)} besides the latency, "
+        f"a verb's own code {_seconds(network.call_cost)}"
+    )
     if cost > _DEAR:
         return warn(
             "processors",

@@ -208,6 +208,7 @@ class Stream:
         self, move: Move, route: Route, step: int | None, held: bool
     ) -> tuple[Exchange, Flow[Any]]:
         self._world.called()
+        self._world.began()
         call, transport = Call(self._marked(move.what)), self.transport(move.flat.device)
         exchange = self.edges.exchange(call, transport, step)
         exchange.held = held
@@ -285,6 +286,7 @@ class Stream:
                 "from verb.flow(...)`) before the next begins, or start both as calls"
             )
         self._running, self._taken = True, 0
+        self._world.began()
 
     def end(self) -> None:
         """Take note that the flow has ended, well or badly."""

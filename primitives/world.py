@@ -203,6 +203,9 @@ class World(Protocol):
     def called(self) -> None:
         """Count a call of a verb: faults of a simulated world go by it."""
 
+    def began(self) -> None:
+        """Take note that a verb begins to move numbers: its own code takes time."""
+
     def outlive(self, sends: Sequence[Request]) -> None:
         """Look after sends that nobody waits for, when their Comm is closed."""
 

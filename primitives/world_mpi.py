@@ -247,6 +247,9 @@ class MpiWorld:
     def called(self) -> None:
         """See `World`: nobody asks."""
 
+    def began(self) -> None:
+        """See `World`: real code takes real time."""
+
     def outlive(self, sends: Sequence[Request]) -> None:
         """See `World`: the process does not end before them."""
         outliving[:] = [send for send in (*outliving, *sends) if not send.test()]

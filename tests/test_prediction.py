@@ -14,13 +14,14 @@ import pytest
 
 import relaxmpi as rx
 from relaxmpi import checks_network
-from relaxmpi.primitives.simulation import measurement
+from relaxmpi.primitives.simulation import prices
 
 ROOT = Path(__file__).parent.parent
 CODECS = [rx.Quantizer(bits=8), rx.ErrorFeedback(rx.OneBit())]
 WORK = {
     "reduce": (2e-6, 3e-10),
     f"{rx.Quantizer(bits=8)}.encode": (9e-6, 6e-10),
+    f"{rx.Quantizer(bits=8)}.encode_difference": (9e-6, 7e-10),
     f"{rx.Quantizer(bits=8)}.decode": (8e-6, 5e-10),
     f"{rx.Quantizer(bits=8)}.decode_add": (7e-6, 4e-10),
     f"{rx.Quantizer(bits=8)}.decode_follow": (8e-6, 5e-10),
@@ -41,6 +42,7 @@ NETWORKS = [
         receive_byte=9e-10,
         batch_delay=5e-5,
         agree_cost=9e-6,
+        call_cost=6e-5,
         work=WORK,
     )
     for latency, bandwidth in ((2e-5, 1.25e8), (1e-4, 1.25e8), (5e-3, 1.25e7))
@@ -54,6 +56,7 @@ FITTED = (
     "receive_byte",
     "batch_delay",
     "agree_cost",
+    "call_cost",
 )
 LOCAL = ("local_latency", "local_bandwidth")
 
@@ -72,7 +75,8 @@ def prediction():
 @pytest.fixture
 def few(monkeypatch):
     """Virtual prices are the same for all numbers, so that fewer are enough."""
-    monkeypatch.setattr(measurement, "_MANY", 2**14)
+    monkeypatch.setattr(prices, "_MANY", 2**14)
+    monkeypatch.setattr(prices, "_CACHED", 2**16)
 
 
 def fit(n, network, codecs=(), **others):
@@ -276,7 +280,7 @@ def test_results_of_several_runs_make_one_page(prediction, tmp_path):
     assert text.startswith(
         "before\n<!-- results -->\n\nAll rows: median error 10.0%; 1 of 1 within 20 %"
     )
-    assert "| 2 | 5ms | 1Gbit | 0.020 | 1000.0 | 7 | 4 | 36 | 50 | 9 | 25% |" in text
+    assert "| 2 | 5ms | 1Gbit | 0.020 | 1000.0 | 7 | 4 | 36 | 50 | 9 | 60 | 25% |" in text
     assert text.endswith("<!-- end of results -->\nafter")
     assert "old" not in text
     assert prediction.page(text, [kept]) == text

@@ -6,18 +6,15 @@ own clock: in a simulated world the numbers come out that went in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from relaxmpi.primitives._codec import Floats
-from relaxmpi.primitives.devices import device_of
-from relaxmpi.primitives.feedback import ErrorFeedback
-from relaxmpi.primitives.ops import MEAN, SUM
 from relaxmpi.primitives.simulation.network import BATCH, Network
+from relaxmpi.primitives.simulation.prices import arithmetic, code
 from relaxmpi.primitives.simulation.probes import (
     BURST,
     WORD,
@@ -34,6 +31,7 @@ from relaxmpi.primitives.verbs import allreduce, barrier
 if TYPE_CHECKING:
     from relaxmpi.primitives.codecs import Codec
     from relaxmpi.primitives.comm import Comm
+    from relaxmpi.primitives.feedback import ErrorFeedback
 
 __all__ = ["measure"]
 
@@ -42,7 +40,6 @@ _DEAREST = 2e-4  # no message costs a processor more
 _MEETINGS = 20
 _LEAST, _MOST = 256 * 1024, 16 * 1024 * 1024
 _SECONDS = 0.15  # that the longest stream takes, about
-_FEW, _MANY = 1024, 4 * 1024 * 1024  # numbers: of a call alone, and of what no cache holds
 
 
 class _Costs(NamedTuple):
@@ -80,11 +77,13 @@ def measure(comm: Comm, codecs: Sequence[Codec | ErrorFeedback] = ()) -> Network
         network = replace(network, segment=segment, eager=2 * segment)
         network = replace(network, **_costs(comm, paired(firsts))._asdict())
     network = replace(network, agree_cost=_agreement(comm, network))
-    work = {name: (_short(a), _short(b)) for name, (a, b) in _work(comm, codecs).items()}
+    work = {name: (_short(a), _short(b)) for name, (a, b) in arithmetic(comm, codecs).items()}
+    network = replace(network, work=work)
+    network = replace(network, call_cost=code(comm, network))
     numbers: dict[str, Any] = {
         f.name: _short(getattr(network, f.name)) for f in fields(network) if f.type == "float"
     }
-    return replace(network, **numbers, work=work)
+    return replace(network, **numbers)
 
 
 def _short(number: float) -> float:
@@ -179,58 +178,6 @@ def _agreement(comm: Comm, network: Network) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if predicted(middle) < period else (low, middle)
     return low
-
-
-# -------------------------------------------------------------------------- arithmetic
-
-
-def _work(comm: Comm, codecs: Sequence[Codec | ErrorFeedback]) -> dict[str, tuple[float, float]]:
-    """Return the prices of sums and codecs, with all ranks at work at once."""
-    found = {}
-    x = np.random.default_rng(comm.rank).standard_normal(_MANY).astype(np.float32)
-    y = np.zeros_like(x)
-    device = comm.priced(device_of(x))
-
-    def price(name: str, call: Callable[[int], object]) -> None:
-        def seconds(count: int, calls: int) -> float:
-            call(count)
-            barrier(comm)
-            begin = comm.now()
-            for _ in range(calls):
-                call(count)
-            return float(allreduce(comm, (comm.now() - begin) / calls, op=MEAN))
-
-        few, many = seconds(_FEW, 100), seconds(_MANY, 4)
-        number = max(0.0, many - few) / (_MANY - _FEW)
-        found[name] = max(0.0, few - number * _FEW), number
-
-    price("reduce", lambda n: device.reduce(SUM, x[:n], y[:n], y[:n]))
-    price("divide", lambda n: device.divide(y[:n], 1))
-    price("copy", lambda n: device.copy(y[:n], x[:n]))
-    for given in codecs:
-        plain = given.codec if isinstance(given, ErrorFeedback) else given
-        for method, call in _calls(comm.priced(plain), x, y, isinstance(given, ErrorFeedback)):
-            price(f"{plain.describe()}.{method}", call)
-    return found
-
-
-def _calls(
-    codec: Codec, x: Floats, y: Floats, feedback: bool
-) -> list[tuple[str, Callable[[int], object]]]:
-    """Return what a verb does with a codec, as functions of how many numbers."""
-    payload, residual = np.empty(codec.nbytes(len(x), x.dtype), np.uint8), np.zeros_like(x)
-    encode: tuple[str, Callable[[int], object]] = ("encode", lambda n: codec.encode(x[:n], payload))
-    if feedback:
-        encode = (
-            "encode_feedback",
-            lambda n: codec.encode_feedback(x[:n], residual[:n], payload),
-        )
-    return [
-        encode,
-        ("decode", lambda n: codec.decode(payload, y[:n])),
-        ("decode_add", lambda n: codec.decode_add(payload, y[:n])),
-        ("decode_follow", lambda n: codec.decode_follow(payload, y[:n])),
-    ]
 
 
 # ---------------------------------------------------------------------------- together

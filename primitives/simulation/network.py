@@ -51,6 +51,8 @@ class Network:
             latency and bandwidth say, because bytes are handed on in batches, not one by one;
             shorter messages in proportion. It keeps no link and no processor busy.
         agree_cost: Seconds of processors for each hop of an agreement.
+        call_cost: Seconds of the processor for the code of a verb that moves numbers, in each
+            call: besides what its messages, its agreement and its arithmetic cost.
         packet: Payload bytes of a packet.
         overhead: Bytes that each packet carries besides: Ethernet, IP and TCP.
         eager: Bytes of the longest MPI message that travels while both ranks compute; longer
@@ -62,8 +64,8 @@ class Network:
             and messages are cut, for `scale` times the bytes.
         work: Seconds of the processor for the arithmetic of verbs, a call and a number: for
             "reduce" (the sum of two numbers), "copy" and "divide", and for the codecs, such as
-            f"{codec.describe()}.encode", "encode_feedback", "decode", "decode_add" and
-            "decode_follow". What is not named takes no time.
+            f"{codec.describe()}.encode", "encode_feedback", "encode_difference", "decode",
+            "decode_add" and "decode_follow". What is not named takes no time.
 
     Raises:
         ValueError: A number is negative, or a rate is not above zero.
@@ -87,6 +89,7 @@ class Network:
     receive_byte: float = 0.0
     batch_delay: float = 0.0
     agree_cost: float = 2e-6
+    call_cost: float = 0.0
     packet: int = 1448
     overhead: int = 0
     eager: int = 1024 * 1024
@@ -135,7 +138,10 @@ class Network:
         - latency: half a word's way there and back, less both costs and 8 bytes / bandwidth;
         - batch_delay, between nodes: the same of 32 KiB, less the latency;
         - agree_cost: from barriers in a row, each of which takes whole trees;
-        - work: from calls on 1,024 numbers and on more than caches hold, on all ranks at once.
+        - work: from calls on 1,024 numbers, and on a million each that no cache holds, on all
+          ranks at once;
+        - call_cost: what short all-reduces in a row take longer than in a simulated world on this
+          network; on no more than 16 ranks.
 
         What is not measured keeps its default: the local values where no node has two ranks. On
         one node the values between nodes are the local ones. `segment` is what the Comm uses, and

@@ -13,7 +13,8 @@ __all__ = ["priced"]
 T = TypeVar("T")
 
 # What is counted, by the place of the argument whose numbers it works on.
-_CODEC = {"encode": 0, "encode_feedback": 0, "decode": 1, "decode_add": 1, "decode_follow": 1}
+_ENCODE = {"encode": 0, "encode_feedback": 0, "encode_difference": 0}
+_CODEC = {**_ENCODE, "decode": 1, "decode_add": 1, "decode_follow": 1}
 _DEVICE = {"reduce": 1, "copy": 0, "divide": 0}
 
 

@@ -204,6 +204,10 @@ class RankWorld:
             self._scheduler.doom(self.me)
         self._life.calls += 1
 
+    def began(self) -> None:
+        """See `World`: what the network says of a call."""
+        self._fabric.cost(self.me, self._fabric.network.call_cost)
+
     def compute(self, seconds: float) -> None:
         """See `World`: the clock advances; messages that need this rank wait."""
         if not 0 <= seconds < inf:
