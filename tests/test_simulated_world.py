@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import relaxmpi as rx
+from relaxmpi.primitives.simulation import scheduler
 from relaxmpi.primitives.simulation.scheduler import Scheduler
 
 CODECS = [
@@ -424,6 +425,28 @@ def test_a_compressed_all_reduce_of_256_ranks():
     begin = time.process_time()
     assert len(set(rx.SimulatedWorld(256).run(program))) == 1
     assert time.process_time() - begin < SLACK * 5
+
+
+def test_a_long_run_keeps_no_alarms_that_nobody_needs(monkeypatch):
+    sizes, times = [], []
+
+    def program():
+        with rx.Comm.world() as comm:
+            for _ in range(400):
+                rx.allreduce(comm, np.ones(10))
+                if comm.rank == 0:
+                    sizes.append(len(heap[-1].heap))
+            times.append(comm.now())
+
+    heap, run = [], Scheduler.run
+    monkeypatch.setattr(Scheduler, "run", lambda self, body: heap.append(self) or run(self, body))
+    rx.SimulatedWorld(5, seed=2).run(program)
+    assert max(sizes) < 700
+    swept, times[:] = list(times), []
+    monkeypatch.setattr(scheduler, "_STALE", 10**9)
+    rx.SimulatedWorld(5, seed=2).run(program)
+    assert times == swept  # alarms thrown away would have done nothing
+    assert max(sizes) > 2000
 
 
 def test_ranks_sleep_until_what_they_wait_for_is_there(monkeypatch):

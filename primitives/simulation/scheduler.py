@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 from random import Random
 from typing import Any
@@ -25,6 +25,8 @@ __all__ = ["Scheduler"]
 _STACK = 512 * 1024
 _ROOMY = 8 * 1024 * 1024
 _FEW = 64
+# Alarms that have lost their meaning are thrown away when there are so many, and half of all.
+_STALE = 256
 # Real seconds that a thread gets to unwind before its neighbours are ended, too, and in the end.
 _UNWIND = 0.5
 _LAST = 5.0
@@ -43,7 +45,7 @@ class Scheduler:
         self.ranks = [Rank(r) for r in range(n)]
         self.heap: list[tuple[float, float, int, Any, Any, bool]] = []
         self.lossy = self.ending = False
-        self.steps = self._pushed = self._hopes = 0
+        self.steps = self._pushed = self._hopes = self._stale = 0
         self.failure: tuple[BaseException, Rank | None] | None = None
         self.holder = self.ranks[0]
         self._tie = Random(seed).random
@@ -80,6 +82,16 @@ class Scheduler:
             self._hopes -= 1
         rank.resting = rank.listening = False
         self._alarm(rank, max(time, rank.clock), True)
+        self._stale += 1
+        if self._stale > _STALE and 2 * self._stale > len(self.heap):
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Throw away what ranks were to be woken by, had nobody done it before."""
+        heap = self.heap
+        heap[:] = [e for e in heap if not isinstance(e[3], Rank) or e[4] == e[3].token]
+        heapify(heap)
+        self._stale = 0
 
     def completed(self, rank: Rank, request: Ticket, time: float) -> None:
         """Wake a rank that waits for this request."""
@@ -149,6 +161,7 @@ class Scheduler:
                 return None
             if isinstance(action, Rank):
                 if args != action.token:
+                    self._stale -= 1
                     continue
                 if hopeful:
                     self._hopes -= 1

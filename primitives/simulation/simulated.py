@@ -37,7 +37,8 @@ class SimulatedWorld:
 
     While a rank computes, short messages travel and long ones wait (`Network.eager`); under
     `comm.background()` its calls advance meanwhile. Above `grouped_above` ranks, and unless
-    messages have faults, a collective is one event that costs what its n^2 messages would. A
+    messages have faults, a collective is one event that costs what its n^2 messages would (within
+    5 %; where parts of a `split` share the link of a node at once, up to a fifth more or less). A
     program that returns, or calls `sys.exit`, with open Comms has left: peers that need it get
     `PeerLeft`. An exception on one rank ends all.
 
