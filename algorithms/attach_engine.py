@@ -63,6 +63,9 @@ class Engine(ABC):
         """Say what the user did that makes a step wrong; empty if nothing."""
         return self.watch.objection()
 
+    def meet(self, what: str) -> None:  # noqa: B027 - where gradients meet, steps are equal
+        """Wait for all ranks, which must have come equally far if the algorithm says so."""
+
     def averaged(self) -> AbstractContextManager[None]:
         """See `Sync.averaged`."""
         return nullcontext()

@@ -161,8 +161,8 @@ class Mixing(Engine):
             "it was sent; NonFinite.SKIP would leave out such steps of this rank"
         )
 
-    def _meet(self, what: str) -> None:
-        """Wait for all ranks, which must have come equally far if the algorithm says so."""
+    def meet(self, what: str) -> None:
+        """See `Engine`."""
         done = f" after {self.meter.steps} steps" if self._algorithm.lockstep else ""
         barrier(self.control, name=what + done)
 
@@ -171,7 +171,7 @@ class Mixing(Engine):
         """Show the mean model, then the own one again."""
         if self._shown:
             raise RelaxError("averaged() inside averaged()")
-        self._meet("averaged()")
+        self.meet("averaged()")
         for part in self.parts:
             part.bound.quiesce()
             # The user may have changed them since the last step, or, in x, a neighbour.
@@ -189,7 +189,7 @@ class Mixing(Engine):
 
     def spread(self) -> float:
         """Compare each model with the mean."""
-        self._meet("spread()")
+        self.meet("spread()")
         apart = norm = 0.0
         for part in self.parts:
             mean = self._mean(part)
@@ -232,7 +232,7 @@ class Mixing(Engine):
     def quiesce(self) -> None:
         """Wait for parameters on their way."""
         self._outside("save(sync=...)")
-        self._meet("save()")
+        self.meet("save()")
         for part in self.parts:
             part.bound.quiesce()
             if not self._algorithm.lockstep:  # x has taken in what was on its way
@@ -286,7 +286,7 @@ class Mixing(Engine):
     def end(self) -> None:
         """Fold in what is on its way."""
         self._outside("sync.detach()")
-        self._meet("detach()")
+        self.meet("detach()")
         for part in self.parts:
             part.bound.finish()
             part.show_model()

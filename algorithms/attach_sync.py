@@ -179,6 +179,7 @@ class Sync:
                 parameters are mixed they do, but inside `averaged` all have the mean.
         """
         self._outside("check")
+        self._engine.meet("check()")
         check_equal(self._engine.control, self._model, self._engine.apart)
 
     @contextmanager
@@ -217,6 +218,7 @@ class Sync:
         Integer buffers become the largest of any rank. Call it before evaluating or saving.
         """
         self._outside("average_buffers")
+        self._engine.meet("average_buffers()")
         average_buffers(self._engine.control, self._model)
 
     def _outside(self, what: str) -> None:

@@ -185,7 +185,8 @@ class NoticeBoard:
         return PeerTimeout(
             f"rank {self._link.rank} in call {work.seq}, {work.call()}: {why}; {missing}. This "
             "Comm cannot be used any more; if the peers are only slow, raise "
-            "Comm.world(timeout=...) or RELAXMPI_TIMEOUT"
+            "Comm.world(timeout=...) or RELAXMPI_TIMEOUT; those that wait in a call of another "
+            "Comm, or had fewer batches (see sync.join), do not come at all"
         )
 
     def _heard(self, seq: int) -> set[int]:

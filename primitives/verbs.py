@@ -116,6 +116,8 @@ def _reduce_number(
         raise TypeError("a Python number is reduced without out= and codec=")
     if isinstance(x, (int, np.integer)) and op is Op.MEAN:
         x = float(x)
+    if isinstance(x, int) and not -(2**63) <= x < 2**63:
+        raise ValueError(f"a Python integer is reduced in 64 bits, which {x} does not fit")
     array = np.array([x], np.int64 if isinstance(x, int) else None)
     flat = device_of(array).flat(array)
     check_op(flat.dtype, op, None)
