@@ -131,6 +131,19 @@ def test_headers_become_a_part_of_the_bandwidth(few):
     assert found.overhead == 0
 
 
+def test_long_calls_work_on_other_numbers_each_time_and_short_ones_on_the_same(few):
+    memory = prices._Memory(0)
+
+    def where(count):
+        return [x.ctypes.data for x in memory.take(count, 2)]
+
+    seen = [where(prices._MANY) for _ in range(4)]
+    assert len({begin for pair in seen[:2] for begin in pair}) == 4
+    assert seen[2] == seen[0]  # there are four times as many, and it begins again
+    assert where(1024) == where(1024)
+    assert all(len(x) == prices._MANY for x in memory.take(prices._MANY, 2))
+
+
 def test_arithmetic_has_its_price(few):
     found, _ = fit(2, NETWORKS[1], CODECS)
     assert set(found.work) == {*WORK, "divide", "copy"}
