@@ -216,6 +216,10 @@ def test_ranks_that_took_different_numbers_of_steps_are_told(comm):
     train(comm, model, optimizer, comm.rank)
     with pytest.raises(rx.MismatchError, match="after 4 steps"), sync.averaged():
         pass
+    with pytest.raises(rx.MismatchError, match=r"check\(\) after 4 steps"):
+        sync.check()
+    with pytest.raises(rx.MismatchError, match=r"average_buffers\(\) after 4 steps"):
+        sync.average_buffers()
     train(comm, model, optimizer, comm.size - comm.rank)
     sync.detach()
 
