@@ -264,9 +264,9 @@ def test_the_hooks_cost_little(comm):
         for _ in range(7):
             optimizer.zero_grad(set_to_none=False)
             loss = torch.stack(list(model)).sum()
-            begin = time.perf_counter()
+            begin = time.process_time()
             loss.backward()
-            best = min(best, time.perf_counter() - begin)
+            best = min(best, time.process_time() - begin)
             optimizer.step()
         return best
 
