@@ -233,10 +233,11 @@ def world() -> Any:
     return MPI.COMM_WORLD
 
 
-def shares_memory() -> bool | None:
-    """Whether this rank has memory in common with the others of its host; None if it is alone.
+def copies() -> int | None:
+    """How often a long buffer is copied on its way to another rank of this host.
 
-    All ranks of a job ask together.
+    Once, where this rank reads the memory of the others; twice by memory that they share; 0 where
+    they send messages, and None where it is alone. All ranks of a job ask together.
     """
     from mpi4py import MPI
 
@@ -246,14 +247,18 @@ def shares_memory() -> bool | None:
     except ImportError:  # numpy is missing, as another check says
         return None
     try:
-        wanted = Settings.read().shared_memory == 1
+        settings = Settings.read()
     except ValueError:  # which another check explains
-        wanted = False
+        settings = Settings(shared_memory=0)
     host = world().Split_type(MPI.COMM_TYPE_SHARED)
     alone = host.size == 1
-    shared = share(host, wanted) is not None
+    shared = share(host, settings)
     host.Free()
-    return None if alone else shared
+    if alone:
+        return None
+    if shared is None:
+        return 0
+    return 1 if shared.pulls.reads else 2
 
 
 def check_size() -> Finding:

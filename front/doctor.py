@@ -63,22 +63,31 @@ def layout(hosts: Sequence[str]) -> Finding:
     return ok("nodes", text)
 
 
-def sharing(shared: Sequence[bool | None]) -> Finding:
-    """Say whether the ranks of a host talk through memory that they share.
+def sharing(copies: Sequence[int | None]) -> Finding:
+    """Say whether the ranks of a host talk through memory that they share, and read each other's.
 
     Args:
-        shared: Of each rank; None where it has its host to itself.
+        copies: Of each rank; see `checks_mpi.copies`.
     """
-    if False in shared:
+    if 0 in copies:
         return warn(
             "shared memory",
-            f"rank {shared.index(False)} and others of its host send each other messages",
+            f"rank {copies.index(0)} and others of its host send each other messages",
             "unset RELAXMPI_SHARED_MEMORY; ranks in containers of their own need one space of "
             "process numbers (docker run --pid) and one user, to see each other in /proc; "
             "only x86-64 has it",
         )
-    alone = "every rank has a host to itself"
-    return ok("shared memory", "between the ranks of a host" if True in shared else alone)
+    if 2 in copies:
+        return warn(
+            "shared memory",
+            f"between the ranks of a host; rank {copies.index(2)} may not read the memory of the "
+            "others, so that long all-reduces take two copies",
+            "unset RELAXMPI_SINGLE_COPY; sysctl kernel.yama.ptrace_scope=0; docker run "
+            "--cap-add=SYS_PTRACE",
+        )
+    if 1 in copies:
+        return ok("shared memory", "between the ranks of a host, which read each other's memory")
+    return ok("shared memory", "every rank has a host to itself")
 
 
 def agreement(versions: Sequence[dict[str, str]]) -> Finding:
@@ -157,7 +166,7 @@ def run(options: argparse.Namespace) -> int:
     about_job = []
     if world is not None and world.size > 1:
         hosts = world.gather(platform.node())
-        shared = world.gather(checks_mpi.shares_memory())
+        shared = world.gather(checks_mpi.copies())
         found = world.gather(checks_machine.versions())
         if world.rank == 0:
             about_job = [layout(hosts), sharing(shared), agreement(found)]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from relaxmpi.primitives._jit import extending, numba
 
-__all__ = ["give_way", "load", "store"]
+__all__ = ["address", "give_way", "load", "store"]
 
 Words = NDArray[np.int64]
 
@@ -43,6 +43,17 @@ def store(_: Any, words: Any, at: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return numba.types.void(words, numba.types.intp, numba.types.int64), generate
+
+
+@extending.intrinsic  # type: ignore[untyped-decorator]
+def address(_: Any, array: Any) -> Any:
+    """Return where a contiguous array begins, as a number."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        made = context.make_array(signature.args[0])(context, builder, value=args[0])
+        return builder.ptrtoint(made.data, context.get_value_type(signature.return_type))
+
+    return numba.types.int64(array), generate
 
 
 give_way = numba.types.ExternalFunction("sched_yield", numba.types.int32())

@@ -8,7 +8,22 @@ from numpy.typing import NDArray
 from relaxmpi.primitives._atomic import give_way, load, store
 from relaxmpi.primitives._jit import inlined, jit
 
-__all__ = ["AT_ONCE", "DIFFER", "GATHER", "GATHER_PUT", "LATE", "SCATTER", "turn"]
+__all__ = [
+    "AT_ONCE",
+    "BLOCK",
+    "DIFFER",
+    "DONE",
+    "GATHER",
+    "GATHER_PUT",
+    "LATE",
+    "SCATTER",
+    "add",
+    "all_equal",
+    "copy",
+    "divide",
+    "turn",
+    "wait",
+]
 
 Words = NDArray[np.int64]
 
@@ -20,11 +35,11 @@ AT_ONCE, SCATTER, GATHER, GATHER_PUT = 0, 1, 2, 3
 # How far a turn has come: new, waiting for the peers, done, or stopped by another vote.
 _NEW, LATE, DONE, DIFFER = 0, 1, 2, 3
 
-_BLOCK = 4096  # numbers that stay in the nearest cache while those of all ranks are added
+BLOCK = 4096  # numbers that stay in the nearest cache while those of all ranks are added
 
 
 @inlined
-def _wait(words: Words, at: int, least: int, looks: int, polite: bool) -> int:
+def wait(words: Words, at: int, least: int, looks: int, polite: bool) -> int:
     """Look until the words `at` of all ranks are at least so large; return the looks left."""
     n, each = words.shape
     r = 0
@@ -41,28 +56,47 @@ def _wait(words: Words, at: int, least: int, looks: int, polite: bool) -> int:
 
 
 @inlined
-def _copy(x: Any, out: Any) -> None:
+def all_equal(votes: Words, entry: int, code: int) -> bool:
+    """Whether all ranks have voted alike."""
+    for r in range(votes.shape[0]):
+        if votes[r, entry + 1] != code:
+            return False
+    return True
+
+
+@inlined
+def copy(x: Any, out: Any) -> None:
     for i in range(x.size):
         out[i] = x[i]
+
+
+@inlined
+def add(total: Any, part: Any) -> None:
+    for i in range(total.size):
+        total[i] += part[i]
+
+
+@inlined
+def divide(total: Any, n: int) -> None:
+    by = total.dtype.type(n)
+    for i in range(total.size):
+        total[i] /= by
 
 
 @inlined
 def _add(given: Any, out: Any, mean: bool) -> None:
     """Add all of what the ranks have given, in their order; for a mean, divide."""
     n = given.shape[0]
-    by = out.dtype.type(n)
-    for lo in range(0, out.size, _BLOCK):
-        hi = min(out.size, lo + _BLOCK)
+    for lo in range(0, out.size, BLOCK):
+        hi = min(out.size, lo + BLOCK)
         total, a, b = out[lo:hi], given[0, lo:hi], given[1, lo:hi]
         for i in range(total.size):
             total[i] = a[i] + b[i]
         for r in range(2, n):
             a = given[r, lo:hi]
-            for i in range(total.size):
-                total[i] += a[i]
+            add(total, a)
         if mean:
-            for i in range(total.size):
-                total[i] /= by
+            divide(total, n)
 
 
 @inlined
@@ -72,33 +106,30 @@ def _add_chunk(x: Any, given: Any, at: int, rank: int, onward: Any, out: Any, me
     In the order of ranks, and `out` may be `x`: the sum grows in `onward`.
     """
     n = given.shape[0]
-    by = out.dtype.type(n)
-    for lo in range(0, x.size, _BLOCK):
-        hi = min(x.size, lo + _BLOCK)
+    for lo in range(0, x.size, BLOCK):
+        hi = min(x.size, lo + BLOCK)
         total, mine, target = onward[lo:hi], x[lo:hi], out[lo:hi]
         for r in range(n):
             part = mine if r == rank else given[r, at + lo : at + hi]
             if r == 0:
-                _copy(part, total)
+                copy(part, total)
             else:
-                for i in range(total.size):
-                    total[i] += part[i]
+                add(total, part)
         if mean:
-            for i in range(total.size):
-                total[i] /= by
-        _copy(total, target)
+            divide(total, n)
+        copy(total, target)
 
 
 @inlined
 def _put(kind: int, x: Any, mine: Any, rank: int, spans: Words, each: int) -> None:
     if kind == AT_ONCE:
-        _copy(x, mine)
+        copy(x, mine)
     elif kind == SCATTER:
         for r in range(spans.shape[0]):
             if r != rank:
-                _copy(x[spans[r, 0] : spans[r, 1]], mine[r * each : r * each + each])
+                copy(x[spans[r, 0] : spans[r, 1]], mine[r * each : r * each + each])
     elif kind == GATHER_PUT:
-        _copy(x[spans[rank, 0] : spans[rank, 1]], mine)
+        copy(x[spans[rank, 0] : spans[rank, 1]], mine)
 
 
 @inlined
@@ -122,7 +153,7 @@ def _take(
         for r in range(spans.shape[0]):
             if r != rank:
                 target = out[spans[r, 0] : spans[r, 1]]
-                _copy(given[r, : target.size], target)
+                copy(given[r, : target.size], target)
 
 
 @jit
@@ -182,14 +213,13 @@ def turn(
         store(turns, rank * turns.shape[1], now)
         stage[0] = LATE
     if number > 0:
-        looks = _wait(votes, entry, number, looks, polite)
+        looks = wait(votes, entry, number, looks, polite)
         if looks < 0:
             return LATE
-        for r in range(votes.shape[0]):
-            if votes[r, entry + 1] != code:
-                stage[0] = DIFFER
-                return DIFFER
-    if _wait(turns, 0, now, looks, polite) < 0:
+        if not all_equal(votes, entry, code):
+            stage[0] = DIFFER
+            return DIFFER
+    if wait(turns, 0, now, looks, polite) < 0:
         return LATE
     _take(kind, x, out, given, onward, rank, spans, each, mean)
     stage[0] = DONE

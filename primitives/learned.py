@@ -14,11 +14,14 @@ from relaxmpi.primitives.ops import MEAN, SUM, Op
 from relaxmpi.primitives.primitive import Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from relaxmpi.primitives.calls import Call
     from relaxmpi.primitives.devices import Flat
     from relaxmpi.primitives.stream import Stream
-    from relaxmpi.primitives.turns import Turns
     from relaxmpi.primitives.work import Flow
+
+    Move = Callable[[Any, Any, bool], Flow[None]]
 
 __all__ = ["Learned", "sent_by"]
 
@@ -26,11 +29,10 @@ _MOST = 256
 
 
 class _Known(NamedTuple):
-    """A call, what compiled code is told about it, and the bytes and messages that it counts."""
+    """A call, and what moves the numbers from x to out, divided or not, and counts them."""
 
     call: Call
-    spans: Any
-    sent: tuple[int, int]
+    move: Move
 
 
 class Learned:
@@ -47,17 +49,17 @@ class Learned:
     def __contains__(self, key: tuple[Any, ...]) -> bool:
         return key in self._known
 
-    def add(self, turns: Turns, call: Call, flat: Flat, op: Op, name: str) -> None:
-        """Remember a checked call that takes one turn."""
-        x = flat.data
-        if not op.additive or type(name) is not str or not turns.takes(x):
+    def add(self, call: Call, flat: Flat, op: Op, name: str, move: Move) -> None:
+        """Remember a checked call."""
+        if type(name) is not str:
             return
         if len(self._known) >= _MOST:
             self._known.clear()
-        known = _Known(call, turns.spans(x), sent_by(self._comm.size, x))
-        self._known[flat.shape, x.dtype, op is MEAN, name] = known
+        self._known[flat.shape, flat.data.dtype, op is MEAN, name] = _Known(call, move)
 
-    def plan(self, turns: Turns, x: Any, out: Any, op: Any, name: Any) -> Plan[Any] | None:
+    def plan(
+        self, x: Any, out: Any, op: Any, name: Any, take_back: Callable[[], None]
+    ) -> Plan[Any] | None:
         """Return the plan of a call that is known; the arguments are what the caller passed."""
         if type(x) is not np.ndarray or type(name) is not str or (op is not SUM and op is not MEAN):
             return None
@@ -70,18 +72,14 @@ class Learned:
             return None
         elif not out.flags.carray or np.may_share_memory(x, out):
             return None
-        flow = self._once(turns, known, x, out, op is MEAN)
-        return Plan(known.call, flow, turns.slots.take_back)
+        return Plan(known.call, self._once(known, x, out, op is MEAN), take_back)
 
-    def _once(self, turns: Turns, known: _Known, x: Any, out: Any, mean: bool) -> Flow[Any]:
+    def _once(self, known: _Known, x: Any, out: Any, mean: bool) -> Flow[Any]:
         self._comm.begin()
         try:
-            yield turns.again(x.reshape(-1), out.reshape(-1), known.spans, mean)
+            yield from known.move(x.reshape(-1), out.reshape(-1), mean)
         finally:
             self._comm.end()
-        stats = self._comm.stats
-        stats.payload_bytes += known.sent[0]
-        stats.messages += known.sent[1]
         return out
 
 

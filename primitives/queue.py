@@ -48,6 +48,8 @@ class Queue:
         self._watched = 0.0
         self.moved = 0.0  # when something was last begun to be waited for
         self.broken: RelaxError | None = None
+        # What takes back, when this breaks, what peers could still act on.
+        self.withdrawals: list[Callable[[], None]] = []
         self.filled: threading.Event | None = None
         self.together: list[Queue] = [] if beside is None else beside.together
         self.together.append(self)
@@ -282,6 +284,8 @@ class Queue:
                 self._break(error)
 
     def _break(self, error: RelaxError) -> None:
+        for withdraw in self.withdrawals:
+            withdraw()
         self.broken = error
         self._fail_all(error)
         _log.error("%s", error)

@@ -25,6 +25,8 @@ class Settings:
         ranks_per_node: Pretend that nodes hold this many consecutive ranks (0: ask the hosts).
         shared_memory: Whether ranks of one host may talk through memory that they share (0 or 1);
             without it, or where a rank cannot, all of them send messages.
+        single_copy: Whether they may also read each other's memory, for long all-reduces (0 or 1),
+            where the kernel lets them; without it such calls take two copies.
 
     Example:
         >>> Settings.read({"RELAXMPI_TIMEOUT": "5"}).timeout
@@ -37,13 +39,15 @@ class Settings:
     segment: int = 0
     ranks_per_node: int = 0
     shared_memory: int = 1
+    single_copy: int = 1
 
     def __post_init__(self) -> None:
         for name in ("timeout", "warn_after", "max_message"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{_PREFIX}{name.upper()} must be above zero")
-        if self.shared_memory not in (0, 1):
-            raise ValueError(f"{_PREFIX}SHARED_MEMORY must be 0 or 1")
+        for name in ("shared_memory", "single_copy"):
+            if getattr(self, name) not in (0, 1):
+                raise ValueError(f"{_PREFIX}{name.upper()} must be 0 or 1")
         for name, meaning in (("ranks_per_node", "asks the hosts"), ("segment", "asks MPI")):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_PREFIX}{name.upper()} must not be negative (0 {meaning})")

@@ -10,18 +10,21 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from relaxmpi.primitives.board import ROW, Board
+from relaxmpi.primitives.pulls import Pulls, Reader
 from relaxmpi.primitives.slots import Slots
 from relaxmpi.primitives.words import LINE
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from relaxmpi.primitives.settings import Settings
 
 __all__ = ["Shared", "share"]
 
@@ -47,9 +50,17 @@ class Shared:
     Attributes:
         boards: One for each lane of agreements.
         slots: For numbers.
+        pulls: For many numbers.
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int, nudge: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        rank: int,
+        size: int,
+        nudge: Callable[[], Any],
+        processes: Sequence[int] | None = None,
+    ) -> None:
         self._memory = memory
         words = memoryview(memory)[: _head(size)].cast("q")[_TOKEN // 8 :]
         self.boards = []
@@ -58,6 +69,7 @@ class Shared:
             words = words[size * ROW :]
         numbers = np.frombuffer(memory, np.uint8, offset=_head(size))
         self.slots = Slots(numbers, words[: size * LINE], rank, size, nudge)
+        self.pulls = Pulls(self.slots, processes)
 
     def free(self) -> None:
         """Give it back, when nobody on this rank will look at it any more."""
@@ -75,7 +87,7 @@ def _head(size: int) -> int:
 
 
 def share(
-    mpi: MPI.Intracomm, wanted: bool, nudge: Callable[[], Any] = lambda: None
+    mpi: MPI.Intracomm, settings: Settings, nudge: Callable[[], Any] = lambda: None
 ) -> Shared | None:
     """Map memory that all ranks see; None, on all ranks, where one of them cannot or will not.
 
@@ -85,11 +97,11 @@ def share(
 
     Args:
         mpi: The ranks, all on one host.
-        wanted: Whether this rank wants any.
+        settings: Whether this rank wants any, and may read the memory of the others.
         nudge: Lets MPI move its messages; called now and then by who waits.
     """
     size = mpi.size
-    wanted = wanted and platform.machine() == "x86_64" and size <= _MOST_RANKS
+    wanted = settings.shared_memory == 1 and platform.machine() == "x86_64" and size <= _MOST_RANKS
     slot = min(_SLOT, _ALL_SLOTS // (2 * size)) // _PAGE * _PAGE
     nbytes = _head(size) + 2 * size * slot
     fd, where, token = -1, "", b""
@@ -103,12 +115,35 @@ def share(
     where, token = mpi.bcast((where, token))
     memory = _mapped(where, token, nbytes) if wanted and where else None
     # The second meeting: from here on rank 0 may close the file.
-    everybody = all(mpi.allgather(memory is not None))
+    seats = mpi.allgather((os.getpid(), _address(memory)) if memory is not None else None)
     if fd >= 0:
         os.close(fd)
-    if memory is None or not everybody:
+    if memory is None or None in seats:
         return None
-    return Shared(memory, mpi.rank, size, nudge)
+    readable = settings.single_copy == 1 and _reads(seats, token)
+    processes = [process for process, _ in seats] if readable else None
+    return Shared(memory, mpi.rank, size, nudge, processes)
+
+
+def _address(memory: mmap.mmap) -> int:
+    address: int = np.frombuffer(memory, np.uint8).ctypes.data
+    return address
+
+
+def _reads(seats: Sequence[tuple[int, int]], token: bytes) -> bool:
+    """Whether this process may read the memory of these, which begins with the token."""
+    found = np.empty(_TOKEN, np.uint8)
+    try:
+        reader = Reader()
+    except AttributeError:  # the C library does not have the call
+        return False
+    for process, address in seats:
+        found[:] = 0
+        if not reader.read(process, address, found.ctypes.data, _TOKEN):
+            return False
+        if found.tobytes() != token:
+            return False
+    return True
 
 
 def _mapped(where: str, token: bytes, nbytes: int) -> mmap.mmap | None:

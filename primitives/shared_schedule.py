@@ -1,22 +1,26 @@
-"""The moves of full precision inside one host, by memory that all its ranks see."""
+"""All-reduces of full precision inside one host, by the ways that its memory offers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from relaxmpi.primitives.calls import Call
 from relaxmpi.primitives.devices import Device, Flat
 from relaxmpi.primitives.learned import Learned, sent_by
 from relaxmpi.primitives.ops import Op
-from relaxmpi.primitives.schedules import FlatSchedule
+from relaxmpi.primitives.shared_moves import SharedMoves, takes
 from relaxmpi.primitives.turns import Turns
 from relaxmpi.primitives.wire import Plain, Wire, chunks
 from relaxmpi.primitives.work import Flow
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.primitive import Plan
+    from relaxmpi.primitives.pulls import Pulls
     from relaxmpi.primitives.slots import Slots
     from relaxmpi.primitives.stream import Stream
 
@@ -26,17 +30,12 @@ __all__ = ["SharedSchedule"]
 # n + 3 times the buffer, its own to its slot and all that are given to their sum, in two 5 - 2 / n.
 _A_TURN = 640 * 1024
 
-# Bytes from which messages are faster for all but all-reduces: MPI copies long ones once, from one
-# process to the other, where slots take two copies. An all-to-all has less for each copy.
-_LONG = 2 * 1024 * 1024
-_LONG_TO_ALL = 512 * 1024
-
 # All-reduces before numba is imported, for which a program with fewer of them would wait longer
 # than for all of them.
 _WARM_UP = 100
 
 
-class SharedSchedule(FlatSchedule):
+class SharedSchedule(SharedMoves):
     """Every rank puts its numbers where the others read them.
 
     Counted as what a bandwidth-optimal exchange of messages sends.
@@ -44,12 +43,13 @@ class SharedSchedule(FlatSchedule):
     Args:
         comm: The ranks.
         slots: Where their numbers go.
+        pulls: How many numbers go.
         polite: Whether others may need the core of a rank that waits.
     """
 
-    def __init__(self, comm: Stream, slots: Slots, polite: bool) -> None:
-        super().__init__(comm)
-        self._slots, self._polite = slots, polite
+    def __init__(self, comm: Stream, slots: Slots, pulls: Pulls, polite: bool) -> None:
+        super().__init__(comm, slots)
+        self._pulls, self._polite = pulls, polite
         self._cold = _WARM_UP
         self._turns: Turns | None = None
         self._learned = Learned(comm)
@@ -59,13 +59,18 @@ class SharedSchedule(FlatSchedule):
         return self._slots.take_back if device.name == "cpu" else None
 
     def learn(self, call: Call, flat: Flat, op: Op, name: str) -> None:
-        """See `FlatSchedule`: a call of one compiled turn is made again without its checks."""
-        if self._turns is not None and self._is_one(flat.data):
-            self._learned.add(self._turns, call, flat, op, name)
+        """See `FlatSchedule`: a compiled call is made again without its checks."""
+        x, turns = flat.data, self._turns
+        if turns is None or not op.additive or not turns.takes(x):
+            return
+        if self._pulls.takes(x):
+            self._learned.add(call, flat, op, name, partial(self._pulled, turns, self._spans(x)))
+        elif self._is_one(x):
+            self._learned.add(call, flat, op, name, partial(self._one_turn, turns, turns.spans(x)))
 
     def again(self, x: Any, out: Any, op: Op, name: str) -> Plan[Any] | None:
         """See `FlatSchedule`."""
-        return None if self._turns is None else self._learned.plan(self._turns, x, out, op, name)
+        return self._learned.plan(x, out, op, name, self._slots.take_back)
 
     def _is_one(self, x: Any) -> bool:
         """Whether one turn is enough for an all-reduce."""
@@ -77,13 +82,39 @@ class SharedSchedule(FlatSchedule):
 
     def allreduce(self, device: Device, x: Any, out: Any, op: Op, wire: Wire) -> Flow[None]:
         """Reduce `x` over the ranks into `out`, which may be `x`."""
-        if not _takes(wire, device):
+        if not takes(wire, device):
             return super().allreduce(device, x, out, op, wire)
-        at_once = self._at_one_go(x)
         turns = self._compiled() if op.additive else None
-        if turns is not None and turns.takes(x) and turns.takes(out):
-            return self._by_turns(turns, x, out, op is Op.MEAN, at_once)
-        return self._in_pieces(device, x, out, op, wire, at_once)
+        if turns is not None and not (turns.takes(x) and turns.takes(out)):
+            turns = None
+        if turns is not None:
+            return self._pulled(turns, self._spans(x), x, out, op is Op.MEAN)
+        return self._in_python(device, x, out, op, wire)
+
+    def _in_python(self, device: Device, x: Any, out: Any, op: Op, wire: Plain) -> Flow[None]:
+        if self._pulls.takes(x) and (yield from self._pulls.allreduce(device, x, out, op, wire)):
+            self._count(*sent_by(self._comm.size, x))
+        else:
+            yield from self._in_pieces(device, x, out, op, wire, self._at_one_go(x))
+
+    def _pulled(self, turns: Turns, spans: Any, x: Any, out: Any, mean: bool) -> Flow[None]:
+        """Read the memory of the others, if it is long and all ranks can."""
+        pulls = self._pulls
+        if pulls.takes(x):
+            pulled = turns.pull(pulls, x, out, spans, mean)
+            yield pulled
+            if not pulled.refused:
+                self._count(*sent_by(self._comm.size, x))
+                return
+            pulls.refused()
+        yield from self._by_turns(turns, x, out, mean, self._at_one_go(x))
+
+    def _one_turn(self, turns: Turns, spans: Any, x: Any, out: Any, mean: bool) -> Flow[None]:
+        yield turns.again(x, out, spans, mean)
+        self._count(*sent_by(self._comm.size, x))
+
+    def _spans(self, x: Any) -> Any:
+        return np.array(chunks(len(x), self._comm.size))
 
     def _compiled(self) -> Turns | None:
         """Return the compiled turns, once there have been so many calls that they are worth it."""
@@ -104,10 +135,6 @@ class SharedSchedule(FlatSchedule):
             yield scatter
             yield turns.gather(out[lo:hi], bounds, scatter)
         self._count(*sent_by(n, x))
-
-    def _each(self, x: Any) -> int:
-        """How many of such numbers a slot has room for, if a part of it belongs to each rank."""
-        return int(self._slots.nbytes // (self._comm.size * x.itemsize))
 
     def _pieces(self, x: Any) -> list[tuple[int, int]]:
         """Cut a buffer into what goes in one turn, or in two."""
@@ -137,146 +164,3 @@ class SharedSchedule(FlatSchedule):
             place = out[lo:hi][slice(*bounds[me])]
             total = yield from self._scatter(device, x[lo:hi], place, op, wire, bounds)
             yield from self._gather(device, total, place, out[lo:hi], op, wire, bounds)
-
-    def reduce_scatter(
-        self, device: Device, x: Any, place: Any, op: Op, wire: Wire, bounds: list[tuple[int, int]]
-    ) -> Flow[Any]:
-        """See `FlatSchedule`."""
-        if not _takes(wire, device) or x.nbytes > _LONG:
-            return super().reduce_scatter(device, x, place, op, wire, bounds)
-        return self._scatter(device, x, place, op, wire, bounds)
-
-    def _scatter(
-        self, device: Device, x: Any, place: Any, op: Op, wire: Plain, bounds: list[tuple[int, int]]
-    ) -> Flow[Any]:
-        """Slots have a part for each rank, which only that one reads."""
-        n, me, slots = self._comm.size, self._comm.rank, self._slots
-        wide = wire.work != wire.dtype
-        total = self._comm.scratch(device, len(place), wire.work) if wide else place
-        each = self._each(x)
-        for at, spans in _rounds(bounds, each):
-            given = slots.turn(n * each, x.dtype)
-            for r, (lo, hi) in enumerate(spans):
-                if r != me and hi > lo:
-                    device.copy(given[me][r * each : r * each + hi - lo], x[lo:hi])
-            yield slots.given()
-            lo, hi = spans[me]
-            if hi > lo:
-                inbox = [row[me * each : me * each + hi - lo] for row in given]
-                inbox[me] = x[lo:hi]
-                into = total[at : at + hi - lo]
-                so_far = wire.reduced(inbox, into, op, me)
-                if so_far is not into:
-                    device.copy(into, so_far)
-        self._count(x.nbytes - place.nbytes, n - 1)
-        return total
-
-    def gather(
-        self,
-        device: Device,
-        total: Any,
-        place: Any,
-        out: Any,
-        op: Op,
-        wire: Wire,
-        bounds: list[tuple[int, int]],
-    ) -> Flow[None]:
-        """See `FlatSchedule`."""
-        if not _takes(wire, device) or out.nbytes > _LONG:
-            return super().gather(device, total, place, out, op, wire, bounds)
-        return self._gather(device, total, place, out, op, wire, bounds)
-
-    def _gather(
-        self,
-        device: Device,
-        total: Any,
-        place: Any,
-        out: Any,
-        op: Op,
-        wire: Plain,
-        bounds: list[tuple[int, int]],
-    ) -> Flow[None]:
-        """All ranks read all of every slot."""
-        n, me, slots = self._comm.size, self._comm.rank, self._slots
-        each = slots.nbytes // out.itemsize
-        for at, spans in _rounds(bounds, each):
-            given = slots.turn(each, out.dtype)
-            lo, hi = spans[me]
-            if hi > lo:
-                mine = wire.repack(total[at : at + hi - lo], lo, hi)
-                device.copy(given[me][: hi - lo], mine)
-                if total is not place:
-                    wire.unpack(mine, out[lo:hi], op, n)
-            yield slots.given()
-            for r, (lo, hi) in enumerate(spans):
-                if r != me and hi > lo:
-                    wire.unpack(given[r][: hi - lo], out[lo:hi], op, n)
-        self._count((n - 1) * place.nbytes, n - 1)
-
-    def allgather(self, device: Device, x: Any, places: list[Any], wire: Wire) -> Flow[None]:
-        """See `FlatSchedule`. All ranks read all of every slot."""
-        if not _takes(wire, device) or sum(place.nbytes for place in places) > _LONG:
-            yield from super().allgather(device, x, places, wire)
-            return
-        n, me, slots = self._comm.size, self._comm.rank, self._slots
-        each = slots.nbytes // x.itemsize
-        for at in range(0, max(map(len, places)), each):
-            given = slots.turn(each, x.dtype)
-            mine = x[at : at + each]
-            device.copy(given[me][: len(mine)], mine)
-            yield slots.given()
-            for place, slot in zip(places, given, strict=True):
-                part = place[at : at + each]
-                device.copy(part, slot[: len(part)])
-        self._count((n - 1) * x.nbytes, n - 1)
-
-    def alltoall(self, device: Device, x: Any, out: Any) -> Flow[None]:
-        """See `FlatSchedule`. Slots have a part for each rank, which only that one reads."""
-        if device.name != "cpu" or x.nbytes > _LONG_TO_ALL:
-            yield from super().alltoall(device, x, out)
-            return
-        n, me, slots, each = self._comm.size, self._comm.rank, self._slots, self._each(x)
-        rows, results = x.reshape(n, -1), out.reshape(n, -1)
-        for at in range(0, rows.shape[1], each):
-            given = slots.turn(n * each, x.dtype)
-            part = rows[:, at : at + each]
-            count = part.shape[1]
-            device.copy(given[me].reshape(n, each)[:, :count], part)
-            yield slots.given()
-            for r, slot in enumerate(given):
-                device.copy(results[r, at : at + count], slot[me * each : me * each + count])
-        self._count((n - 1) * x.nbytes // n, n - 1)
-
-    def broadcast(self, device: Device, x: Any, root: int) -> Flow[None]:
-        """See `FlatSchedule`. All ranks read the slot of one."""
-        if device.name != "cpu" or x.nbytes > _LONG:
-            yield from super().broadcast(device, x, root)
-            return
-        slots = self._slots
-        each = slots.nbytes // x.itemsize
-        for at in range(0, len(x), each):
-            part = x[at : at + each]
-            slot = slots.turn(each, x.dtype)[root][: len(part)]
-            if self._comm.rank == root:
-                device.copy(slot, part)
-            yield slots.given()
-            if self._comm.rank != root:
-                device.copy(part, slot)
-        if self._comm.rank == root:
-            self._count(x.nbytes, 1)
-
-    def _count(self, nbytes: int, messages: int) -> None:
-        self._comm.stats.payload_bytes += nbytes
-        self._comm.stats.messages += messages
-
-
-def _takes(wire: Wire, device: Device) -> TypeGuard[Plain]:
-    return isinstance(wire, Plain) and device.name == "cpu"
-
-
-def _rounds(
-    bounds: list[tuple[int, int]], each: int
-) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """Cut all chunks into parts of `each` numbers: where parts begin, and their bounds."""
-    for at in range(0, max(hi - lo for lo, hi in bounds), each):
-        yield at, [(min(lo + at, hi), min(lo + at + each, hi)) for lo, hi in bounds]

@@ -13,6 +13,7 @@ from relaxmpi.primitives.words import LINE, NUDGE, rows
 
 __all__ = ["Slots"]
 
+_WORDS = 3  # of a row: the turn, and what was said with it
 _KEPT = 64  # shapes whose views are at hand
 
 
@@ -75,6 +76,26 @@ class Slots:
         """Say that this rank's buffer is filled; the request is done when all of them are."""
         self._words[self._mine] = self.last
         return _Given(self, self.last)
+
+    def say(self, *words: int) -> Request:
+        """Begin a turn that fills no buffer, and end it; others may look at these words then.
+
+        Without any, the words said before stay.
+        """
+        self.last += 1
+        for at, word in enumerate(words, self._mine + 1):
+            self._words[at] = word
+        return self.given()
+
+    def said(self) -> list[list[int]]:
+        """Return the words of all ranks."""
+        return self.rows[:, 1:_WORDS].tolist()  # type: ignore[no-any-return]
+
+    def withdraw(self) -> None:
+        """Take back the words said last, also from who has begun to act on them."""
+        with suppress(ValueError):  # the memory was freed
+            for at in range(self._mine + 1, self._mine + _WORDS):
+                self._words[at] = 0
 
     def nudge(self, looks: int) -> None:
         """Let MPI move its messages, now and then, when somebody has looked so often in vain."""

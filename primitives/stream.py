@@ -52,11 +52,13 @@ class Stream:
         self.steps: Counter[str] = Counter()
         data, started, ordered = world.link(), world.link(), world.link()
         self._links: tuple[Link, ...] = data, started, ordered
-        self.shared = world.share(settings.shared_memory == 1, ordered)
+        self.shared = world.share(settings, ordered)
         self._notices = NoticeBoard(
             world, ordered, settings.timeout, settings.warn_after, self.stats
         )
         self.queue = Queue(self.stats, world, beside) if queue is None else queue
+        if self.shared is not None:
+            self.queue.withdrawals.append(self.shared.slots.withdraw)
         world.comms.add(self)
         if world.recorder is not None:
             world.recorder.made(self.stats)

@@ -15,14 +15,15 @@ from relaxmpi.primitives.transport import Request
 
 if TYPE_CHECKING:
     from relaxmpi.primitives.board import Board
+    from relaxmpi.primitives.pulls import Pulls
     from relaxmpi.primitives.slots import Slots
 
 __all__ = ["SharedTurn", "Turns"]
 
 # How often compiled code looks for the peers before Python gets its chance: some 50 microseconds,
-# or as many times that others may take the core.
+# or so many times that others may take the core, which is as little where no other wants it.
 _LOOKS = 20_000
-_POLITE_LOOKS = 20
+_POLITE_LOOKS = 200
 
 _DTYPES = frozenset(np.dtype(name) for name in ("f4", "f8", "i4", "i8"))
 
@@ -39,6 +40,7 @@ class Turns:
         self.slots, self.polite = slots, polite
         self.looks = _POLITE_LOOKS if polite else _LOOKS
         self.code: Any = import_module("relaxmpi.primitives._together")
+        self._pull: Any = import_module("relaxmpi.primitives._pull")
 
     def takes(self, x: Any) -> bool:
         """Whether there is code for such an array: others would each be compiled for."""
@@ -54,51 +56,68 @@ class Turns:
 
     def again(self, x: Any, out: Any, spans: Any, mean: bool) -> SharedTurn:
         """Do the same as `at_once`."""
-        return SharedTurn(self, self.code.AT_ONCE, x, out, spans, 0, mean)
+        return self._turn(self.code.AT_ONCE, x, out, spans, 0, mean)
 
     def scatter(
         self, x: Any, out: Any, spans: list[tuple[int, int]], each: int, mean: bool
     ) -> SharedTurn:
         """Every rank reads and adds its span, for which there is room for `each` numbers."""
-        return SharedTurn(self, self.code.SCATTER, x, out, np.array(spans), each, mean)
+        return self._turn(self.code.SCATTER, x, out, np.array(spans), each, mean)
 
     def gather(self, out: Any, spans: list[tuple[int, int]], scattered: SharedTurn) -> SharedTurn:
         """Every rank reads the spans of all others, whose sums are there if that turn was last."""
         put = self.slots.last == scattered.number
         kind = self.code.GATHER if put else self.code.GATHER_PUT
-        return SharedTurn(self, kind, out, out, np.array(spans), 0, False)
+        return self._turn(kind, out, out, np.array(spans), 0, False)
+
+    def _turn(self, kind: int, x: Any, out: Any, spans: Any, each: int, mean: bool) -> SharedTurn:
+        number, given, onward = self.slots.next_turn(x.dtype)
+        call = kind, x, out, given, onward, self.slots.rank, spans, each, mean
+        return SharedTurn(self, self.code.turn, call, number)
+
+    def pull(self, pulls: Pulls, x: Any, out: Any, spans: Any, mean: bool) -> SharedTurn:
+        """Every rank reads its span of all others, from where it lies, and then their sums."""
+        slots = self.slots
+        slots.last += 1
+        call = (x, out, pulls.rooms(x.dtype), slots.rank, spans, mean, *pulls.words)
+        return SharedTurn(self, self._pull.pull, call, slots.last, more=2)
 
 
 class SharedTurn:
-    """One turn, and the request that is done when it is.
+    """One turn, or several that move one buffer, and the request that is done when they are.
 
     It can carry the vote on its call: then it moves nothing where that is not `equal`.
 
     Attributes:
-        number: Of the turn.
+        number: Of the first turn.
         equal: See `Vote`.
+        refused: Whether nothing was moved because the numbers of a rank cannot be read.
     """
 
-    __slots__ = ("_board", "_call", "_looks", "_turns", "_vote", "_when", "equal", "number")
+    __slots__ = (
+        "_board",
+        "_call",
+        "_looks",
+        "_more",
+        "_move",
+        "_turns",
+        "_vote",
+        "_when",
+        "equal",
+        "number",
+        "refused",
+    )
 
     def __init__(
-        self,
-        turns: Turns,
-        kind: int,
-        x: Any,
-        out: Any,
-        spans: Any,
-        each: int,
-        mean: bool,
+        self, turns: Turns, move: Any, call: tuple[Any, ...], number: int, more: int = 0
     ) -> None:
         slots = turns.slots
-        self.number, given, onward = slots.next_turn(x.dtype)
+        self.number, self._move, self._call, self._more = number, move, call, more
         self._turns, self._looks = turns, 0
         self._board: Board | None = None
-        self.equal = True
-        self._call = kind, x, out, given, onward, slots.rank, spans, each, mean
+        self.equal, self.refused = True, False
         self._vote = slots.rows, 0, 0, 0
-        self._when = slots.rows, self.number, turns.looks, turns.polite, np.zeros(1, np.int64)
+        self._when = slots.rows, number, turns.looks, turns.polite, np.zeros(2, np.int64)
 
     @property
     def request(self) -> Request:
@@ -114,7 +133,7 @@ class SharedTurn:
         """Move what can be moved; whether that was all."""
         turns = self._turns
         code = turns.code
-        stage = code.turn(*self._call, *self._vote, *self._when)
+        stage = self._move(*self._call, *self._vote, *self._when)
         if stage == code.LATE:
             self._looks += 1
             turns.slots.nudge(self._looks)
@@ -123,4 +142,7 @@ class SharedTurn:
             self.equal = stage != code.DIFFER
             self._board.heard(self._vote[2])
             self._board = None
+        if stage == code.DONE:
+            turns.slots.last = self.number + self._more
+        self.refused = stage not in (code.DONE, code.DIFFER)
         return True

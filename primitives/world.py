@@ -165,11 +165,11 @@ class World(Protocol):
     def link(self) -> Link:
         """Return a new private lane of all ranks; collective."""
 
-    def share(self, wanted: bool, link: Link) -> Shared | None:
+    def share(self, settings: Settings, link: Link) -> Shared | None:
         """Return memory that all ranks see, or on all ranks None; collective.
 
         Args:
-            wanted: Whether this rank wants any.
+            settings: Whether this rank wants any.
             link: What must not stand still while somebody waits for that memory.
         """
 

@@ -153,11 +153,11 @@ class MpiWorld:
         """See `World`."""
         return MpiLink(self.mpi)
 
-    def share(self, wanted: bool, link: Link) -> Shared | None:
+    def share(self, settings: Settings, link: Link) -> Shared | None:
         """See `World`: there is some inside one host."""
         if self.size == 1 or len(set(self.nodes)) > 1:
             return None
-        return share(self.mpi, wanted, link.nudge)
+        return share(self.mpi, settings, link.nudge)
 
     def split(self, color: int | None, key: int) -> MpiWorld | None:
         """See `World`."""
@@ -258,7 +258,8 @@ class MpiWorld:
         """See `World`."""
         if comm.shared is None:
             return FlatSchedule(comm)
-        return SharedSchedule(comm, comm.shared.slots, not self._patient)
+        shared = comm.shared
+        return SharedSchedule(comm, shared.slots, shared.pulls, not self._patient)
 
     def background(self, queue: Queue) -> Background:
         """See `World`."""

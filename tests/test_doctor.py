@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sharing import can_share
+from sharing import can_share, needs_sharing
 
 from relaxmpi import checks_machine, checks_mpi, doctor
 from relaxmpi.findings import ok
@@ -67,7 +67,7 @@ def test_under_a_launcher_one_report_with_the_layout():
     assert findings["this job"]["text"] == "3 ranks"
     assert findings["nodes"]["text"].endswith("3 ranks on each of 1")
     assert findings["versions"]["text"] == "the same on all 3 ranks"
-    shares = findings["shared memory"]["text"] == "between the ranks of a host"
+    shares = findings["shared memory"]["text"].startswith("between the ranks of a host")
     assert shares == can_share()
 
 
@@ -78,6 +78,16 @@ def test_ranks_that_may_not_share_memory_are_told():
     assert status == 0
     assert findings["shared memory"]["status"] == "warn"
     assert "RELAXMPI_SHARED_MEMORY" in findings["shared memory"]["advice"]
+
+
+def test_ranks_that_may_not_read_each_other_are_told():
+    needs_sharing()
+    launcher = Path(sys.executable).with_name("mpiexec")
+    path = str(launcher) if launcher.exists() else shutil.which("mpiexec")
+    status, findings = diagnose({"RELAXMPI_SINGLE_COPY": "0"}, prefix=(path, "-n", "2"))
+    assert status == 0
+    assert findings["shared memory"]["status"] == "warn"
+    assert "RELAXMPI_SINGLE_COPY" in findings["shared memory"]["advice"]
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hosts import CPU, nothing, reduced, run, schedules, sums_in_disorder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharing import needs_sharing
@@ -19,68 +20,16 @@ from sharing import needs_sharing
 import relaxmpi as rx
 from relaxmpi.primitives import board, shared_schedule
 from relaxmpi.primitives.board import Board
-from relaxmpi.primitives.devices import device_of
 from relaxmpi.primitives.ops import Op
-from relaxmpi.primitives.shared_schedule import SharedSchedule
-from relaxmpi.primitives.slots import Slots
-from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.wire import Plain, chunks
 from relaxmpi.primitives.words import LINE
 
 MANY = pytest.mark.ranks(2, 3, 4)
-CPU = device_of(np.zeros(1))
-
-
-def nothing():
-    pass
 
 
 def boards(n):
     memory = memoryview(bytearray(8 * n * board.ROW)).cast("q")
     return [Board(memory, rank, n, nothing) for rank in range(n)]
-
-
-def schedules(n, nbytes, compiled=()):
-    """All ranks of a host of n, in this process, with slots of so many bytes."""
-    memory = np.zeros(2 * n * nbytes, np.uint8)
-    told = memoryview(bytearray(8 * n * LINE)).cast("q")
-    made = []
-    for rank in range(n):
-        comm = type("Host", (), {})()
-        comm.rank, comm.size, comm.stats = rank, n, Stats()
-        comm.scratch = lambda device, count, dtype: device.empty(count, dtype)
-        made.append(SharedSchedule(comm, Slots(memory, told, rank, n, nothing), polite=True))
-        if rank in compiled:
-            made[-1]._cold = 1
-    return made
-
-
-def run(flows, seed):
-    """Advance the flows in an order drawn by the seed; return what they return."""
-    draw = random.Random(seed)
-    waits = dict.fromkeys(range(len(flows)))
-    results = [None] * len(flows)
-    looks = 0
-    while waits:
-        rank = draw.choice(list(waits))
-        looks += 1
-        assert looks < 100_000, "nothing moves"
-        if waits[rank] is None or waits[rank].test():
-            try:
-                waits[rank] = next(flows[rank])
-            except StopIteration as stop:
-                results[rank] = stop.value
-                del waits[rank]
-    return results
-
-
-def reduced(parts, op, n):
-    """The reduction of all parts in the order of ranks."""
-    wide = [p.astype("f4") if p.dtype == np.float16 else p for p in parts]
-    total = wide[0].copy()
-    for part in wide[1:]:
-        total = {Op.MAX: np.maximum, Op.MIN: np.minimum}.get(op, np.add)(total, part)
-    return (total / n if op is Op.MEAN else total).astype(parts[0].dtype)
 
 
 @given(
@@ -99,33 +48,9 @@ def test_all_orders_of_steps_give_the_same_sums(n, counts, dtype, in_place, a_tu
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_schedule, "_A_TURN", a_turn)
-        sums_in_disorder(n, counts, dtype, in_place, seed)
-
-
-def sums_in_disorder(n, counts, dtype, in_place, seed):
-    """Run the calls on all ranks, whose steps come in an order drawn by the seed."""
-    draw = np.random.default_rng(seed)
-    ops = [Op.SUM, Op.MAX] if dtype in ("i4", "u1") else [Op.SUM, Op.MEAN]
-    calls = []
-    for count in counts:
-        op = ops[draw.integers(2)]
-        parts = [draw.integers(0, 40, count).astype(dtype) for _ in range(n)]
-        calls.append((op, parts, [p if in_place else np.empty_like(p) for p in parts]))
-    expected = [reduced([p.copy() for p in parts], op, n) for op, parts, _ in calls]
-
-    def program(rank, schedule):
-        for op, parts, outs in calls:
-            wire = Plain(CPU, CPU.flat(parts[rank]).dtype, schedule._comm.scratch)
-            yield from schedule.allreduce(CPU, parts[rank], outs[rank], op, wire)
-
-    ranks = schedules(n, 256, compiled=np.flatnonzero(draw.integers(0, 2, n)))
-    run([program(r, s) for r, s in enumerate(ranks)], seed)
-    for (_, parts, outs), right in zip(calls, expected, strict=True):
-        for rank in range(n):
-            assert outs[rank].tobytes() == right.tobytes()
-            assert in_place or parts[rank] is not outs[rank]
-    sent = {s._comm.stats.payload_bytes for s in ranks}
-    assert all(nbytes > 0 for nbytes in sent) or max(counts) < n
+        draw = np.random.default_rng(seed)
+        ranks = schedules(n, 256, compiled=np.flatnonzero(draw.integers(0, 2, n)))
+        sums_in_disorder(ranks, counts, dtype, in_place, seed)
 
 
 @given(st.integers(2, 5), st.integers(1, 400), st.integers(0, 2**32 - 1))

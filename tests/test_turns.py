@@ -247,8 +247,9 @@ def test_a_signal_in_a_learned_call_leaves_it_pending(warm):
 
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a destructor
+@pytest.mark.parametrize("count", [50, 300_001])
 @pytest.mark.parametrize("calls", ["cold", "warm"])
-def test_alarms_at_any_moment_leave_a_call_right_or_the_comm_broken(comm, calls):
+def test_alarms_at_any_moment_leave_a_call_right_or_the_comm_broken(comm, calls, count):
     """Rank 1 is interrupted hundreds of times; what is pending is finished, and nothing is lost."""
 
     class Alarm(BaseException):
@@ -265,7 +266,7 @@ def test_alarms_at_any_moment_leave_a_call_right_or_the_comm_broken(comm, calls)
             other = rx.Comm.wrap(comm.mpi, timeout=5)
             other.schedule._cold = 1 if calls == "warm" else 0
             for k in range(60):
-                x = np.full(50, 1.0 + k + comm.rank)
+                x = np.full(count, 1.0 + k + comm.rank)
                 posted = other._started._count
                 alarms = [*draw.uniform(1e-5, 5e-4, 5), 0]  # the last one never rings
                 try:

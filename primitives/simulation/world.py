@@ -150,7 +150,7 @@ class RankWorld:
         self._links += 1
         return SimulatedLink(self, self._group.channel(self._links))
 
-    def share(self, wanted: bool, link: Link) -> None:
+    def share(self, settings: Settings, link: Link) -> None:
         """See `World`: all that passes between simulated ranks is a message."""
 
     def split(self, color: int | None, key: int) -> RankWorld | None:
