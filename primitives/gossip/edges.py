@@ -196,6 +196,7 @@ class Edges:
         pool: The works.
         buffers: Memory of messages.
         known: The topologies that all ranks have agreed on.
+        latest: The one that was used last, because to hash a topology takes as long as the rest.
         learning: What is kept of one that they are about to agree on.
         littered: Whether a call that failed has left messages that nobody takes.
         tags: How many tags messages can have.
@@ -209,6 +210,7 @@ class Edges:
         self.pool = Pool(comm.stats, comm._world, comm.queue)
         self.buffers = Buffers()
         self.known: dict[Topology, Known] = {}
+        self.latest: tuple[Topology | None, Known | None] = None, None
         self.learning: Known
         self.littered, self.tags = False, comm._world.tags
         self._failed: set[tuple[int, int]] = set()

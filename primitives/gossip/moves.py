@@ -111,7 +111,8 @@ def push(exchange: Exchange, flat: Flat, w: Any, route: Route) -> Flow[tuple[Any
                 room.kernels.accumulate(total, room.widen(data))
         if exchange.held:
             yield exchange.left()
-        exchange.leave()
+        else:
+            exchange.leave()
         if total is None:
             return room.device.zeros(room.count, room.dtype), dw
         if len(arriving) > 1 and room.work != room.dtype:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import update_wrapper
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from relaxmpi.primitives.agreement import nothing
 from relaxmpi.primitives.calls import Call
@@ -120,9 +120,10 @@ class EdgeVerb(Primitive[P, T]):
         if _is_new(comm, plan.topology):
             yield from comm.agreed(_first_use(comm, plan, checked), nothing())
             _learn(comm, plan)
-        move, route = _routed(comm, plan, checked)
+        move, route = _routed(comm, plan, checked, _known(comm, plan))
         try:
-            return cast("T", (yield from comm.meeting(move, route, plan.step)))
+            result: T = yield from comm.meeting(move, route, plan.step)
+            return result
         except MismatchError as error:
             error.agreed = False  # ranks without a share in this edge have gone on
             raise
@@ -131,7 +132,8 @@ class EdgeVerb(Primitive[P, T]):
         """Block until done and return the result."""
         with door_of(comm, self.__name__):
             plan = self._plan(comm, *args, **kwargs)
-            return cast("T", comm.exchanged(*_ready(plan, comm), plan.step))
+            result: T = comm.exchanged(*_ready(plan, comm), plan.step)
+            return result
 
     def start(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> Work[T]:
         """Start the call and return at once; the buffers belong to the Work until it is done."""
@@ -148,7 +150,8 @@ def _ready(plan: EdgePlan, comm: Comm) -> tuple[Move, Route]:
     if known is None and _is_new(comm, plan.topology):
         comm.submit(_first_use(comm, plan, checked), nothing()).wait()
         _learn(comm, plan)
-    return _routed(comm, plan, checked)
+        known = _known(comm, plan)
+    return _routed(comm, plan, checked, known)
 
 
 def agree_on(comm: Comm, topology: Topology, step: int | None = None) -> None:
@@ -167,10 +170,17 @@ def agree_on(comm: Comm, topology: Topology, step: int | None = None) -> None:
 
 def _known(comm: Comm, plan: EdgePlan) -> Known | None:
     """Return what the ranks know of a topology, if they have agreed on it."""
+    edges, topology = comm.edges, plan.topology
+    before, known = edges.latest
+    if before is topology:
+        return known
     try:
-        return comm.edges.known.get(plan.topology)
+        known = edges.known.get(topology)
     except TypeError:  # it has no hash, so it is none
         return None
+    if known is not None:
+        edges.latest = topology, known
+    return known
 
 
 def _checked(plan: EdgePlan, known: Known | None = None) -> Move | Exception:
@@ -208,13 +218,14 @@ def _learn(comm: Comm, plan: EdgePlan) -> None:
     comm.edges.known[plan.topology] = comm.edges.learning
 
 
-def _routed(comm: Comm, plan: EdgePlan, checked: Move | Exception) -> tuple[Move, Route]:
+def _routed(
+    comm: Comm, plan: EdgePlan, checked: Move | Exception, known: Known | None
+) -> tuple[Move, Route]:
     """Return where a call goes; if it is refused, tell the neighbours and raise why."""
     topology, route = plan.topology, plan.route
     if comm.size == 1:
         route = _NOWHERE
-    known = comm.edges.known.get(topology) if route is None else None
-    if known is not None:
+    if route is None and known is not None:
         if plan.doubly and not known.doubly and not isinstance(checked, Exception):
             checked = ValueError(
                 f"{topology!r} gives some rank more or less than it takes from it, so that "
