@@ -27,7 +27,9 @@ from relaxmpi.primitives.gossip.pool import Pool
 from relaxmpi.primitives.transport import TAG, Every, Request
 
 if TYPE_CHECKING:
+    from relaxmpi.primitives.devices import Device
     from relaxmpi.primitives.gossip.routes import Known, Route
+    from relaxmpi.primitives.gossip.verb import Move
     from relaxmpi.primitives.notices import NoticeBoard
     from relaxmpi.primitives.stream import Stream
     from relaxmpi.primitives.topology import Topology
@@ -42,6 +44,8 @@ _HEADERS, _COUNTED = TAG + 15, 2**13
 _NUMBERS = 2**14
 _AGED = 40503  # odd, so that ages do not cancel numbers
 _NO_STEP = -1
+
+_MOST_KINDS = 256  # of calls that are remembered
 
 
 class Header(NamedTuple):
@@ -187,6 +191,16 @@ class Exchange:
         return self._edges.words(self.call, self._step)
 
 
+class Usual(NamedTuple):
+    """What calls of one kind have in common."""
+
+    topology: Topology
+    what: tuple[Hashable, ...]
+    device: Device
+    dtype: str
+    route: Route
+
+
 class Edges:
     """The lane of a Comm's neighbour verbs.
 
@@ -196,6 +210,7 @@ class Edges:
         pool: The works.
         buffers: Memory of messages.
         known: The topologies that all ranks have agreed on.
+        usual: Calls that need not be checked again, by kind.
         latest: The one that was used last, because to hash a topology takes as long as the rest.
         learning: What is kept of one that they are about to agree on.
         littered: Whether a call that failed has left messages that nobody takes.
@@ -210,6 +225,7 @@ class Edges:
         self.pool = Pool(comm.stats, comm._world, comm.queue)
         self.buffers = Buffers()
         self.known: dict[Topology, Known] = {}
+        self.usual: dict[Hashable, Usual] = {}
         self.latest: tuple[Topology | None, Known | None] = None, None
         self.learning: Known
         self.littered, self.tags = False, comm._world.tags
@@ -217,6 +233,12 @@ class Edges:
         self._unfit: dict[tuple[int, int], str] = {}
         self._complaint: str | None = None
         self._numbered = 0
+
+    def remember(self, kind: Hashable, topology: Topology, move: Move, route: Route) -> None:
+        """Keep what a checked call says and where it goes, for others of its kind."""
+        if len(self.usual) >= _MOST_KINDS:
+            self.usual.clear()
+        self.usual[kind] = Usual(topology, move.what, move.flat.device, move.flat.dtype, route)
 
     @staticmethod
     def words(call: Call, step: int) -> str:

@@ -88,9 +88,11 @@ class EdgePlan:
         step: Of the topology.
         route: Of a pair.
         doubly: Whether rows of W must sum to 1.
+        kind: What calls have in common that need not be checked again; None where that is nothing.
+        ready: What came of the check of a call of this kind, and where it goes.
     """
 
-    __slots__ = ("check", "doubly", "route", "step", "topology", "verb")
+    __slots__ = ("check", "doubly", "kind", "ready", "route", "step", "topology", "verb")
 
     def __init__(
         self,
@@ -101,9 +103,12 @@ class EdgePlan:
         route: Route | None = None,
         *,
         doubly: bool = False,
+        kind: Hashable = None,
+        ready: tuple[Move, Route] | None = None,
     ) -> None:
         self.verb, self.check, self.topology, self.step = verb, check, topology, step
         self.route, self.doubly = route, doubly
+        self.kind, self.ready = kind, ready
 
 
 class EdgeVerb(Primitive[P, T]):
@@ -116,11 +121,14 @@ class EdgeVerb(Primitive[P, T]):
     def flow(self, comm: Comm, /, *args: P.args, **kwargs: P.kwargs) -> Flow[T]:
         """Return the flow, for `yield from` inside another primitive."""
         plan = self._plan(comm, *args, **kwargs)
-        checked = _checked(plan)
-        if _is_new(comm, plan.topology):
-            yield from comm.agreed(_first_use(comm, plan, checked), nothing())
-            _learn(comm, plan)
-        move, route = _routed(comm, plan, checked, _known(comm, plan))
+        if plan.ready is None:
+            checked = _checked(plan)
+            if _is_new(comm, plan.topology):
+                yield from comm.agreed(_first_use(comm, plan, checked), nothing())
+                _learn(comm, plan)
+            move, route = _routed(comm, plan, checked, _known(comm, plan))
+        else:
+            move, route = plan.ready
         try:
             result: T = yield from comm.meeting(move, route, plan.step)
             return result
@@ -145,13 +153,18 @@ class EdgeVerb(Primitive[P, T]):
 def _ready(plan: EdgePlan, comm: Comm) -> tuple[Move, Route]:
     """Return a checked call and where it goes, after an agreement where a topology is new."""
     comm.usable(plan.verb)
+    if plan.ready is not None:
+        return plan.ready
     known = _known(comm, plan)
     checked = _checked(plan, known)
     if known is None and _is_new(comm, plan.topology):
         comm.submit(_first_use(comm, plan, checked), nothing()).wait()
         _learn(comm, plan)
         known = _known(comm, plan)
-    return _routed(comm, plan, checked, known)
+    move, route = _routed(comm, plan, checked, known)
+    if plan.kind is not None and known is not None and known.route is not None:
+        comm.edges.remember(plan.kind, plan.topology, move, route)
+    return move, route
 
 
 def agree_on(comm: Comm, topology: Topology, step: int | None = None) -> None:

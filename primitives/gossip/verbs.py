@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from relaxmpi.primitives.agreement import nothing
 from relaxmpi.primitives.arguments import apart, like, whole
 from relaxmpi.primitives.codecs import Codec, Identity, Key
 from relaxmpi.primitives.devices import Flat, device_of
@@ -151,27 +152,48 @@ def push_sum(
         [1.5, 1.5]
     """
     step = whole(step)
+    kind = None
+    if codec is None and step is None and type(x) is np.ndarray and type(name) is str:
+        kind = x.shape, x.dtype, name
+        usual = comm.edges.usual.get(kind)
+        if usual is not None and usual.topology is topology and x.flags.carray and _is_weight(w):
+            flat = Flat(x.reshape(-1), usual.dtype, x.shape, usual.device)
+            move = _pushed(comm, usual.what, flat, x, w, None, name, None)
+            return EdgePlan("push_sum", nothing, topology, ready=(move, usual.route))  # type: ignore[arg-type]
 
     def check() -> Move:
-        device = device_of(x)
-        flat, weight = device.flat(x), _weight(w)
+        flat, weight = device_of(x).flat(x), _weight(w)
         what = _told("push_sum", flat, topology, codec, name, (DifferenceCompression,))
         if isinstance(codec, DifferenceCompression):
             codec.claim(f"push_sum of {len(flat.data)} x {flat.dtype}", comm.layout, alone=False)
+        return _pushed(comm, what, flat, x, weight, codec, name, step)
 
-        def post(exchange: Exchange, route: Route, part: Flat, _goal: Any) -> Flow[Any]:
-            part = _priced(comm, part)
-            if isinstance(codec, DifferenceCompression):
-                tools = comm.priced(codec.codec), _key(comm, name, step)
-                return difference_moves.push(exchange, part, weight, route, codec, *tools)
-            return moves.push(exchange, part, weight, route)
+    return EdgePlan("push_sum", check, topology, step, kind=kind)
 
-        def give(arrived: tuple[Any, float]) -> tuple[Any, float]:
-            return device.dress(arrived[0], x, flat.shape), arrived[1]
 
-        return Move(what, flat, flat, post, give, weight)
+def _pushed(
+    comm: Comm,
+    what: tuple[Any, ...],
+    flat: Flat,
+    x: Any,
+    weight: Any,
+    codec: Any,
+    name: str,
+    step: int | None,
+) -> Move:
+    """Return a checked call of push-sum."""
 
-    return EdgePlan("push_sum", check, topology, step)
+    def post(exchange: Exchange, route: Route, part: Flat, _goal: Any) -> Flow[Any]:
+        part = _priced(comm, part)
+        if isinstance(codec, DifferenceCompression):
+            tools = comm.priced(codec.codec), _key(comm, name, step)
+            return difference_moves.push(exchange, part, weight, route, codec, *tools)
+        return moves.push(exchange, part, weight, route)
+
+    def give(arrived: tuple[Any, float]) -> tuple[Any, float]:
+        return flat.device.dress(arrived[0], x, flat.shape), arrived[1]
+
+    return Move(what, flat, flat, post, give, weight)
 
 
 @EdgeVerb
@@ -291,8 +313,14 @@ def _priced(comm: Comm, flat: Flat) -> Flat:
     return flat if device is flat.device else flat._replace(device=device)
 
 
+def _is_weight(w: Any) -> bool:
+    """Whether it is what callers usually pass."""
+    usual = type(w) is np.ndarray and w.dtype is _FLOAT64 and w.shape == (1,)
+    return usual and bool(w.flags.writeable)
+
+
 def _weight(w: Any) -> Any:
-    if type(w) is np.ndarray and w.dtype is _FLOAT64 and w.shape == (1,) and w.flags.writeable:
+    if _is_weight(w):
         return w
     try:
         flat = device_of(w).flat(w)
