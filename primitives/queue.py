@@ -279,16 +279,20 @@ class Queue:
         if head.waited > WORTH_WATCHING:
             error = head.patience.look(head)
             if error is not None:
+                self._withdraw()  # before anybody sees that the call has failed
                 self._works.popleft()._fail(error)
                 self._world.keep(head)
                 self._break(error)
 
     def _break(self, error: RelaxError) -> None:
-        for withdraw in self.withdrawals:
-            withdraw()
+        self._withdraw()
         self.broken = error
         self._fail_all(error)
         _log.error("%s", error)
+
+    def _withdraw(self) -> None:
+        for withdraw in self.withdrawals:
+            withdraw()
 
     def _fail_all(self, error: RelaxError) -> None:
         self._world.keep(self._works)

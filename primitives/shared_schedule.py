@@ -102,7 +102,11 @@ class SharedSchedule(SharedMoves):
         pulls = self._pulls
         if pulls.takes(x):
             pulled = turns.pull(pulls, x, out, spans, mean)
-            yield pulled
+            try:
+                yield pulled
+            except BaseException:
+                self._slots.withdraw()
+                raise
             if not pulled.refused:
                 self._count(*sent_by(self._comm.size, x))
                 return

@@ -15,6 +15,7 @@ import relaxmpi as rx
 from relaxmpi.primitives import pulls, shared_schedule
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.wire import Plain
+from relaxmpi.primitives.work import Work
 
 MANY = pytest.mark.ranks(2, 3, 4)
 NOBODY = 2**22 + 1  # Linux has no process of this number
@@ -286,36 +287,59 @@ def test_a_rank_that_was_stopped_does_not_return_what_came_too_late(launch, when
     assert sorted(re.findall(r"RAISED (\d) \w+", done.stdout)) == ["0", "1"]
 
 
-KILLED = """
-import os, signal, sys
+GONE = """
+import ctypes, mmap, os, time
 import numpy as np
 import relaxmpi as rx
 from relaxmpi.primitives import pulls
 
-comm = rx.Comm.world(timeout=4)
-x = np.ones(300_001)
-read, reads = pulls.Reader.read, []
+comm = rx.Comm.world(timeout=3)
+x = np.frombuffer(mmap.mmap(-1, 300_001 * 8), np.float64)
+x[:] = 1
+rx.allreduce(comm, x)
+assert comm.schedule._pulls.able
+unmap = ctypes.CDLL(None).munmap
+unmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
 
-def dying(self, *args):
-    reads.append(args)
-    if comm.rank == 1 and len(reads) == int(sys.argv[1]):
-        sys.stdout.flush()
-        os._exit(0)
-    return read(self, *args)
+def gone(self, *args):
+    assert unmap(x.ctypes.data, x.nbytes) == 0
+    time.sleep(5)
+    raise MemoryError
 
-pulls.Reader.read = dying
+if comm.rank == 1:
+    pulls.Reader.read = gone
 try:
     rx.allreduce(comm, x)
     print("RETURNED", comm.rank, flush=True)
-except rx.RelaxError as error:
+except Exception as error:
     print("RAISED", comm.rank, type(error).__name__, flush=True)
+comm.mpi.Barrier()
 os._exit(0)
 """
 
 
-@pytest.mark.parametrize("when", ["1", "4"])
-def test_a_rank_that_dies_while_it_reads(launch, when):
+def test_memory_that_is_gone_ends_in_an_error_everywhere(launch):
     needs_reading()
-    done = launch(KILLED, 3, when)
+    done = launch(GONE, 3)
     assert "RETURNED" not in done.stdout
-    assert done.seconds < 25
+    assert re.findall(r"RAISED 1 (\w+)", done.stdout) == ["MemoryError"]
+    assert sorted(re.findall(r"RAISED (\d) ", done.stdout)) == ["0", "1", "2"]
+
+
+def test_memory_is_withdrawn_before_anybody_sees_that_the_call_has_failed(monkeypatch):
+    """Else another thread could go on and write to it."""
+    order = []
+    fail = Work._fail
+    monkeypatch.setattr(Work, "_fail", lambda *a: (order.append("failed"), fail(*a)))
+
+    def program():
+        comm = rx.Comm.world(timeout=1)
+        if comm.rank:
+            comm.compute(5)
+        else:
+            comm.queue.withdrawals.append(lambda: order.append("withdrawn"))
+            with pytest.raises(rx.PeerTimeout):
+                rx.allreduce(comm, np.ones(3))
+
+    rx.SimulatedWorld(2).run(program)
+    assert order[:2] == ["withdrawn", "failed"]
