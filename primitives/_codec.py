@@ -141,22 +141,22 @@ class KernelCodec(Codec):
 
     def encode(self, x: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0) -> None:
         """Fill `payload`: see `Codec`."""
-        if size := self._check(x, payload, offset):
+        if size := self._check(x, payload, payload, offset):
             self._encode(kernels_for(x), x, payload[:size], key, offset)
 
     def decode(self, payload: Payload, out: Floats) -> None:
         """Fill `out`: see `Codec`."""
-        if size := self._check(out, payload):
+        if size := self._check(out, payload, out):
             self._decode(kernels_for(out), payload[:size], out, add=False)
 
     def decode_add(self, payload: Payload, out: Floats) -> None:
         """Add the decoded numbers to `out`."""
-        if size := self._check(out, payload):
+        if size := self._check(out, payload, out):
             self._decode(kernels_for(out), payload[:size], out, add=True)
 
     def decode_follow(self, payload: Payload, replica: Floats) -> None:
         """Add what is finite: see `Codec`."""
-        if size := self._check(replica, payload):
+        if size := self._check(replica, payload, replica):
             if self._is_finite(payload[:size], replica):
                 self._decode(kernels_for(replica), payload[:size], replica, add=True)
             else:
@@ -167,7 +167,7 @@ class KernelCodec(Codec):
     ) -> None:
         """Encode x + residual and keep what is lost: see `Codec`."""
         check_memory(x, residual)
-        if size := self._check(x, payload, offset):
+        if size := self._check(x, payload, payload, offset):
             self._encode_feedback(kernels_for(x), x, residual, payload[:size], key, offset)
 
     def encode_difference(
@@ -175,14 +175,15 @@ class KernelCodec(Codec):
     ) -> None:
         """Encode x - replica, which follows: see `Codec`."""
         check_memory(x, replica, "replica")
-        if size := self._check(x, payload, offset):
+        if size := self._check(x, payload, payload, offset):
             self._encode_difference(kernels_for(x), x, replica, payload[:size], key, offset)
 
-    def _check(self, x: Floats, payload: Payload, offset: int = 0) -> int:
+    def _check(self, x: Floats, payload: Payload, filled: NDArray[Any], offset: int = 0) -> int:
         check_numbers(x, "the array of numbers")
-        return check_payload(
-            payload, x, self._nbytes(x.size, x.dtype.itemsize) if x.size else 0, offset
-        )
+        size = self._nbytes(x.size, x.dtype.itemsize) if x.size else 0
+        check_payload(payload, x, size, offset)
+        check_writable(filled, "the payload" if filled is payload else "the array of numbers")
+        return size
 
     @abstractmethod
     def _nbytes(self, count: int, itemsize: int) -> int: ...
@@ -224,6 +225,8 @@ def float_type(dtype: DTypeLike) -> np.dtype[Any]:
 
 def check_numbers(x: Floats, what: str) -> None:
     """One-dimensional contiguous floats, or an error that says what to do."""
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"{what} must be an array, not {type(x).__name__}")
     if x.dtype not in _FLOATS:
         float_type(x.dtype)
     if x.ndim != 1 or not x.flags.c_contiguous:
@@ -233,8 +236,13 @@ def check_numbers(x: Floats, what: str) -> None:
         )
 
 
-def check_payload(payload: Payload, x: Floats, size: int, offset: int) -> int:
-    """Check that x fits into `size` bytes of a payload; returns `size`."""
+def check_payload(payload: Payload, x: Floats, size: int, offset: int) -> None:
+    """Check that x fits into `size` bytes of a payload."""
+    if not hasattr(payload, "dtype"):
+        raise TypeError(
+            f"the payload must be an array of uint8, not {type(payload).__name__}; use "
+            "numpy.frombuffer(payload, 'u1') to decode"
+        )
     if payload.dtype != _BYTES:
         raise TypeError(f"the payload must be uint8, not {payload.dtype}; use payload.view('u1')")
     if payload.ndim != 1 or payload.size < size or not payload.flags.c_contiguous:
@@ -244,12 +252,18 @@ def check_payload(payload: Payload, x: Floats, size: int, offset: int) -> int:
         )
     if offset < 0:
         raise ValueError(f"offset is an index into the whole buffer, not {offset}")
-    return size
+
+
+def check_writable(array: NDArray[Any], what: str) -> None:
+    """An array that is going to be filled is no read-only one."""
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise ValueError(f"{what} is read-only and was to be filled: pass a copy")
 
 
 def check_memory(x: Floats, memory: Floats, what: str = "residual") -> None:
     """What is kept of a buffer is like x, or an error says so."""
     check_numbers(memory, f"the {what}")
+    check_writable(memory, f"the {what}")
     if memory.dtype != x.dtype or memory.shape != x.shape:
         raise ValueError(
             f"the {what} must be like x, {x.shape} of {x.dtype}, not {memory.shape} of "

@@ -109,6 +109,10 @@ def test_wrong_arguments(codec):
             call(x.reshape(10, 10), payload)
         with pytest.raises(TypeError, match="must be uint8"):
             call(x, payload.view(np.int8))
+        with pytest.raises(TypeError, match="frombuffer"):
+            call(x, payload.tobytes())
+        with pytest.raises(TypeError, match="must be an array, not list"):
+            call([1.0], payload)
     with pytest.raises(ValueError, match="residual must be like x"):
         codec.encode_feedback(x, np.zeros(99, np.float32), payload)
     with pytest.raises(ValueError, match="residual must be like x"):
@@ -121,6 +125,31 @@ def test_wrong_arguments(codec):
         codec.nbytes(-1, np.float32)
     with pytest.raises(ValueError, match="replica must be like x"):
         codec.encode_difference(x, np.zeros(99, np.float32), payload)
+
+
+@pytest.mark.parametrize(
+    "codec", [Identity(), Cast("fp16"), MinMaxUInt8(), Quantizer(4), OneBit(), TopK(0.1)]
+)
+def test_what_is_filled_must_be_writable(codec):
+    x = np.ones(100, np.float32)
+    payload = np.empty(codec.nbytes(100, x.dtype), np.uint8)
+    frozen, sealed = x.copy(), payload.copy()
+    for array in (frozen, sealed):
+        array.flags.writeable = False
+    codec.encode(frozen, payload)
+    codec.decode(sealed, x)
+    for what, call in (
+        ("payload", lambda: codec.encode(x, sealed)),
+        ("payload", lambda: codec.encode_feedback(x, np.zeros_like(x), sealed)),
+        ("payload", lambda: codec.encode_difference(x, np.zeros_like(x), sealed)),
+        ("residual", lambda: codec.encode_feedback(x, frozen, payload)),
+        ("replica", lambda: codec.encode_difference(x, frozen, payload)),
+        ("array of numbers", lambda: codec.decode(payload, frozen)),
+        ("array of numbers", lambda: codec.decode_add(payload, frozen)),
+        ("array of numbers", lambda: codec.decode_follow(payload, frozen)),
+    ):
+        with pytest.raises(ValueError, match=f"the {what} is read-only"):
+            call()
 
 
 def test_descriptions_tell_codecs_apart():
