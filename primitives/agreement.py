@@ -112,7 +112,7 @@ class Lane:
         """
         if self._table.size == 1:
             return _alone(call, flow)
-        return self._after(call, self._post(call), flow)
+        return self._after(call, self.post(call), flow)
 
     def around(self, call: Call, flow: Flow[T], take_back: Callable[[], None]) -> Flow[T]:
         """Return the flow that takes the first step of `flow`, votes, and then goes on.
@@ -123,7 +123,18 @@ class Lane:
             take_back: Undoes its first step, where the ranks do not agree.
         """
         begun = next(flow)
-        number, vote = self._post(call, begun)
+        return (yield from self.behind(call, self.post(call, begun), begun, flow, take_back))
+
+    def behind(
+        self,
+        call: Call,
+        posted: tuple[int, Vote],
+        begun: Request,
+        flow: Flow[T],
+        take_back: Callable[[], None],
+    ) -> Flow[T]:
+        """Return the rest of `around`, once the flow has begun and the vote is under way."""
+        number, vote = posted
         try:
             yield vote.request
             if not vote.equal:
@@ -140,9 +151,13 @@ class Lane:
         """Vote now; the flow returned is that of a rehearsed call, which its agreement ends."""
         if self._table.size == 1:
             return _alone(call, flow)
-        return self._before(call, self._post(call), flow)
+        return self._before(call, self.post(call), flow)
 
-    def _post(self, call: Call, along: Request | None = None) -> tuple[int, Vote]:
+    def post(self, call: Call, along: Request | None = None) -> tuple[int, Vote]:
+        """Vote, with what moves data next if it can take the vote along: its number, and the vote.
+
+        Whoever calls this must look at the vote, in the order of votes.
+        """
         number = self._count
         self._count = number + 1
         self._stats.header_bytes += 16

@@ -30,12 +30,17 @@ class Plan(Generic[T]):
             because it changes nothing that anybody looks at unasked; None where it may not.
     """
 
-    __slots__ = ("call", "flow", "take_back")
+    __slots__ = ("_flow", "call", "take_back")
 
     def __init__(
         self, call: Call, flow: Flow[T], take_back: Callable[[], None] | None = None
     ) -> None:
-        self.call, self.flow, self.take_back = call, flow, take_back
+        self.call, self._flow, self.take_back = call, flow, take_back
+
+    @property
+    def flow(self) -> Flow[T]:
+        """See above."""
+        return self._flow
 
 
 class Primitive(Generic[P, T]):

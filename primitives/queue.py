@@ -7,17 +7,19 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from inspect import GEN_CLOSED, getgeneratorstate
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from relaxmpi.primitives.agreement import nothing
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
 from relaxmpi.primitives.stats import Stats
 from relaxmpi.primitives.transport import Request
-from relaxmpi.primitives.work import Flow, Patience, Work, agreed, here, running_queue
+from relaxmpi.primitives.work import Flow, Patience, Work, agreed, here
 from relaxmpi.primitives.world import World
 
 __all__ = ["WORTH_WATCHING", "Queue"]
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 _log = logging.getLogger("relaxmpi")
 _WATCH_EVERY = 1e-3
@@ -29,6 +31,25 @@ def _kept(flow: Flow[T], result: list[T]) -> Flow[T]:
     value = yield from flow
     result.append(value)
     return value
+
+
+class Once(Protocol[T_co]):
+    """A call that ends with its first request, unless that takes long.
+
+    Attributes:
+        begun: Whether the peers may see that it has begun.
+    """
+
+    begun: bool
+
+    def begin(self) -> bool:
+        """Begin it, look once, and say whether it has ended well."""
+
+    def end(self) -> T_co:
+        """Return its result, if so."""
+
+    def rest(self) -> Flow[T_co]:
+        """Return the flow of what is left to do, if not; one that is not run changes nothing."""
 
 
 class Queue:
@@ -143,6 +164,33 @@ class Queue:
                 return result[0]
         return self._take(Work(self, flow, call, patience), request).wait()
 
+    def run_once(self, once: Once[T], call: Callable[[], str], patience: Patience) -> T:
+        """Run what is over after one request in most cases, and a work only where it is not.
+
+        This queue is `alone`.
+        """
+        begin, work = self.now(), None
+        outer = getattr(here, "queue", None)
+        try:
+            here.queue = self
+            if not once.begin():
+                work = Work(self, once.rest(), call, patience)
+                self._take(work, None)
+        except BaseException as error:
+            if not once.begun:
+                self._ran_badly(Work(self, nothing(), call, patience), error)
+            elif work is None or not (work._done or self._works):
+                # A signal handler's: the numbers are under way all the same.
+                self._take(Work(self, once.rest(), call, patience), None)
+            raise
+        finally:
+            here.queue = outer
+        if work is not None:
+            return work.wait()
+        self._stats.waited += self.now() - begin
+        self._ran(patience)
+        return once.end()
+
     def _ran(self, patience: Patience) -> None:
         """Count a call that never became a work."""
         patience.begin()
@@ -193,7 +241,7 @@ class Queue:
 
     def inside(self) -> bool:
         """Whether this thread is advancing a flow of this queue, or of one that moves with it."""
-        running = running_queue()
+        running = getattr(here, "queue", None)
         return running is not None and running.together is self.together
 
     def progress(self) -> None:

@@ -14,7 +14,7 @@ from relaxmpi.primitives.devices import Device, Flat
 from relaxmpi.primitives.learned import Learned, sent_by
 from relaxmpi.primitives.ops import Op
 from relaxmpi.primitives.shared_moves import SharedMoves, takes
-from relaxmpi.primitives.turns import Turns
+from relaxmpi.primitives.turns import SharedTurn, Turns
 from relaxmpi.primitives.wire import Plain, Wire, chunks
 from relaxmpi.primitives.work import Flow
 
@@ -52,7 +52,7 @@ class SharedSchedule(SharedMoves):
         self._pulls, self._polite = pulls, polite
         self._cold = _WARM_UP
         self._turns: Turns | None = None
-        self._learned = Learned(comm)
+        self._learned = Learned(comm, slots.take_back)
 
     def undoing(self, device: Device) -> Callable[[], None] | None:
         """See `FlatSchedule`: a slot that nobody reads is as good as one that was never filled."""
@@ -64,13 +64,15 @@ class SharedSchedule(SharedMoves):
         if turns is None or not op.additive or not turns.takes(x):
             return
         if self._pulls.takes(x):
-            self._learned.add(call, flat, op, name, partial(self._pulled, turns, self._spans(x)))
+            begin = partial(turns.pull, self._pulls, self._spans(x))
+            self._learned.add(call, flat, op, name, begin, partial(self._pulled, turns))
         elif self._is_one(x):
-            self._learned.add(call, flat, op, name, partial(self._one_turn, turns, turns.spans(x)))
+            begin = partial(turns.again, turns.spans(x))
+            self._learned.add(call, flat, op, name, begin, self._one_turn)
 
     def again(self, x: Any, out: Any, op: Op, name: str) -> Plan[Any] | None:
         """See `FlatSchedule`."""
-        return self._learned.plan(x, out, op, name, self._slots.take_back)
+        return self._learned.plan(x, out, op, name)
 
     def _is_one(self, x: Any) -> bool:
         """Whether one turn is enough for an all-reduce."""
@@ -88,33 +90,46 @@ class SharedSchedule(SharedMoves):
         if turns is not None and not (turns.takes(x) and turns.takes(out)):
             turns = None
         if turns is not None:
-            return self._pulled(turns, self._spans(x), x, out, op is Op.MEAN)
+            return self._compiled_flow(turns, x, out, op is Op.MEAN)
         return self._in_python(device, x, out, op, wire)
 
     def _in_python(self, device: Device, x: Any, out: Any, op: Op, wire: Plain) -> Flow[None]:
-        if self._pulls.takes(x) and (yield from self._pulls.allreduce(device, x, out, op, wire)):
-            self._count(*sent_by(self._comm.size, x))
-        else:
-            yield from self._in_pieces(device, x, out, op, wire, self._at_one_go(x))
+        if self._pulls.takes(x):
+            if (yield from self._pulls.allreduce(device, x, out, op, wire)):
+                self._count(*sent_by(self._comm.size, x))
+                return
+            self._forget()
+        yield from self._in_pieces(device, x, out, op, wire, self._at_one_go(x))
 
-    def _pulled(self, turns: Turns, spans: Any, x: Any, out: Any, mean: bool) -> Flow[None]:
+    def _compiled_flow(self, turns: Turns, x: Any, out: Any, mean: bool) -> Flow[None]:
         """Read the memory of the others, if it is long and all ranks can."""
         pulls = self._pulls
         if pulls.takes(x):
-            pulled = turns.pull(pulls, x, out, spans, mean)
-            try:
-                yield pulled
-            except BaseException:
-                self._slots.withdraw()
-                raise
-            if not pulled.refused:
-                self._count(*sent_by(self._comm.size, x))
-                return
-            pulls.refused()
-        yield from self._by_turns(turns, x, out, mean, self._at_one_go(x))
+            pulled = turns.pull(pulls, self._spans(x), x, out, mean)
+            yield from self._pulled(turns, pulled, x, out, mean)
+        else:
+            yield from self._by_turns(turns, x, out, mean, self._at_one_go(x))
 
-    def _one_turn(self, turns: Turns, spans: Any, x: Any, out: Any, mean: bool) -> Flow[None]:
-        yield turns.again(x, out, spans, mean)
+    def _pulled(self, turns: Turns, pulled: SharedTurn, x: Any, out: Any, mean: bool) -> Flow[None]:
+        try:
+            yield pulled
+        except BaseException:
+            self._slots.withdraw()
+            raise
+        if pulled.refused:
+            self._pulls.refused()
+            self._forget()
+            yield from self._by_turns(turns, x, out, mean, self._at_one_go(x))
+        else:
+            self._count(*sent_by(self._comm.size, x))
+
+    def _forget(self) -> None:
+        """Forget calls that begin by reading the memory of others, where one rank cannot."""
+        if not self._pulls.able:
+            self._learned.clear()
+
+    def _one_turn(self, turn: SharedTurn, x: Any, _out: Any, _mean: bool) -> Flow[None]:
+        yield turn
         self._count(*sent_by(self._comm.size, x))
 
     def _spans(self, x: Any) -> Any:

@@ -12,8 +12,9 @@ from relaxmpi.primitives.devices import Device
 from relaxmpi.primitives.door import Door
 from relaxmpi.primitives.errors import BrokenComm, RelaxError
 from relaxmpi.primitives.gossip.edges import Edges, Exchange
+from relaxmpi.primitives.learned import Again
 from relaxmpi.primitives.notices import NoticeBoard
-from relaxmpi.primitives.queue import Queue
+from relaxmpi.primitives.queue import Once, Queue
 from relaxmpi.primitives.schedules import FlatSchedule
 from relaxmpi.primitives.settings import Settings
 from relaxmpi.primitives.stats import Stats
@@ -163,12 +164,16 @@ class Stream:
         """Do the same in a blocking call, and return the result."""
         if self._world.recorder is not None:
             return self.submit(plan.call, plan.flow).wait()
-        call, flow, queue = plan.call.marked(self.mark), plan.flow, self.queue
+        call, queue = plan.call.marked(self.mark), self.queue
         self.usable(call)
         if plan.take_back is not None and not self.rehearsed and queue.alone:
-            flow = self._started.around(call, flow, plan.take_back)
+            if isinstance(plan, Again):
+                plan.call, plan.lane = call, self._started
+                once: Once[T] = plan
+                return queue.run_once(once, call.__str__, self._notices)
+            flow = self._started.around(call, plan.flow, plan.take_back)
         else:
-            flow = self._behind(call, flow)
+            flow = self._behind(call, plan.flow)
         return queue.run(flow, call.__str__, self._notices)
 
     def _behind(self, call: Call, flow: Flow[T]) -> Flow[T]:

@@ -48,13 +48,13 @@ class Turns:
 
     def at_once(self, x: Any, out: Any, mean: bool) -> SharedTurn:
         """Every rank reads and adds all."""
-        return self.again(x, out, self.spans(x), mean)
+        return self.again(self.spans(x), x, out, mean)
 
     def spans(self, x: Any) -> Any:
         """Return what `again` is told of an array of this length."""
         return np.array([(0, len(x))] * self.slots.size)
 
-    def again(self, x: Any, out: Any, spans: Any, mean: bool) -> SharedTurn:
+    def again(self, spans: Any, x: Any, out: Any, mean: bool) -> SharedTurn:
         """Do the same as `at_once`."""
         return self._turn(self.code.AT_ONCE, x, out, spans, 0, mean)
 
@@ -75,7 +75,7 @@ class Turns:
         call = kind, x, out, given, onward, self.slots.rank, spans, each, mean
         return SharedTurn(self, self.code.turn, call, number)
 
-    def pull(self, pulls: Pulls, x: Any, out: Any, spans: Any, mean: bool) -> SharedTurn:
+    def pull(self, pulls: Pulls, spans: Any, x: Any, out: Any, mean: bool) -> SharedTurn:
         """Every rank reads its span of all others, from where it lies, and then their sums."""
         slots = self.slots
         slots.last += 1
@@ -90,6 +90,7 @@ class SharedTurn:
 
     Attributes:
         number: Of the first turn.
+        moved: Whether all was moved.
         equal: See `Vote`.
         refused: Whether nothing was moved because the numbers of a rank cannot be read.
     """
@@ -104,6 +105,7 @@ class SharedTurn:
         "_vote",
         "_when",
         "equal",
+        "moved",
         "number",
         "refused",
     )
@@ -115,7 +117,7 @@ class SharedTurn:
         self.number, self._move, self._call, self._more = number, move, call, more
         self._turns, self._looks = turns, 0
         self._board: Board | None = None
-        self.equal, self.refused = True, False
+        self.equal, self.refused, self.moved = True, False, False
         self._vote = slots.rows, 0, 0, 0
         self._when = slots.rows, number, turns.looks, turns.polite, np.zeros(2, np.int64)
 
@@ -144,5 +146,7 @@ class SharedTurn:
             self._board = None
         if stage == code.DONE:
             turns.slots.last = self.number + self._more
-        self.refused = stage not in (code.DONE, code.DIFFER)
+            self.moved = True
+        else:
+            self.refused = stage != code.DIFFER
         return True

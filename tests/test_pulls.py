@@ -196,7 +196,7 @@ def test_one_rank_that_may_not_read_is_enough(comm, dtype):
 
 @MANY
 def test_what_was_learned_before_ranks_could_not_read_is_done_without(comm):
-    """Also beside ranks that have not learned it, because their array is of another kind."""
+    """The call that finds out is forgotten, beside ranks whose array is of another kind, too."""
     needs_sharing()
     other = rx.Comm(comm._world, replace(comm.settings, single_copy=int(comm.rank != 1)))
     for _ in range(shared_schedule._WARM_UP):
@@ -206,7 +206,7 @@ def test_what_was_learned_before_ranks_could_not_read_is_done_without(comm):
         x = np.full(LONG, 1.0 + comm.rank)
         got = rx.allreduce(other, x.view(kind) if k % 2 and comm.rank == 0 else x)
         assert (got == sum(range(1, comm.size + 1))).all()
-    assert ((LONG,), np.dtype("f8"), False, "") in other.schedule._learned
+        assert ((LONG,), np.dtype("f8"), False, "") not in other.schedule._learned
 
 
 @MANY
