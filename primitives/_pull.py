@@ -77,16 +77,22 @@ def _stand(words: Words, offers: Words) -> bool:
 
 
 @inlined
-def _add(total: Any, rooms: Any, lo: int, rank: int) -> None:
-    """Add what the others have given to what this rank has, in the order of ranks."""
-    hi = lo + total.size
-    if rank > 0:
-        before = rooms[0, lo:hi]
-        for r in range(1, rank):
-            add(before, rooms[r, lo:hi])
-        add(total, before)
-    for r in range(rank + 1, rooms.shape[0]):
-        add(total, rooms[r, lo:hi])
+def _add(mine: Any, rooms: Any, lo: int, rank: int, total: Any) -> None:
+    """Add what all have given, in the order of ranks, to what the first other has."""
+    hi = lo + mine.size
+    if rank < 2:
+        add(total, mine)
+    for r in range(1 + (rank == 0), rooms.shape[0]):
+        if r != rank:
+            add(total, rooms[r, lo:hi])
+        elif r > 1:
+            add(total, mine)
+
+
+@inlined
+def _sums_at(out: Any, sums: Any, begin: int) -> int:
+    """Where the sums would begin, if this rank had those of all chunks."""
+    return int(address(sums) - begin * sums.itemsize if sums.size else address(out))
 
 
 @inlined
@@ -94,6 +100,7 @@ def _sum(
     x: Any,
     out: Any,
     rooms: Any,
+    sums: Any,
     rank: int,
     spans: Words,
     mean: bool,
@@ -103,20 +110,23 @@ def _sum(
 ) -> bool:
     """Read this rank's chunk of all others and add it up, part by part."""
     n, size, most = rooms.shape[0], x.itemsize, rooms.shape[1]
-    for lo in range(spans[rank, 0], spans[rank, 1], most):
-        hi = min(lo + most, spans[rank, 1])
+    begin, end, first = spans[rank, 0], spans[rank, 1], int(rank == 0)
+    for lo in range(begin, end, most):
+        hi = min(lo + most, end)
+        totals = sums[lo - begin : hi - begin] if sums.size else rooms[rank, : hi - lo]
         for k in range(1, n):
             r = (rank + k) % n
             theirs = offers[r, 0] + lo * size
-            if not _read(processes[r], theirs, address(rooms[r]), (hi - lo) * size, parts):
+            room = address(totals) if r == first else address(rooms[r])
+            if not _read(processes[r], theirs, room, (hi - lo) * size, parts):
                 return False
         for at in range(lo, hi, BLOCK):
-            part = out[at : min(at + BLOCK, hi)]
-            if address(x) != address(out):
-                copy(x[at : min(at + BLOCK, hi)], part)
-            _add(part, rooms, at - lo, rank)
+            until = min(at + BLOCK, hi)
+            total = totals[at - lo : until - lo]
+            _add(x[at:until], rooms, at - lo, rank, total)
             if mean:
-                divide(part, n)
+                divide(total, n)
+            copy(total, out[at:until])
     return True
 
 
@@ -139,6 +149,7 @@ def pull(
     x: Any,
     out: Any,
     rooms: Any,
+    sums: Any,
     rank: int,
     spans: Words,
     mean: bool,
@@ -161,6 +172,7 @@ def pull(
         x: This rank's numbers.
         out: Where the results belong; may be `x`.
         rooms: For a part of the chunk of each rank, n x m.
+        sums: For this rank's chunk, where the others read its sums; none where they read `out`.
         rank: This rank.
         spans: For each rank, the bounds of its chunk.
         mean: Whether to divide by n.
@@ -189,7 +201,7 @@ def pull(
         if address(out) != address(x):
             hidden = hidden or not _lets(processes[rank], out, parts)
         turns[rank, 1] = (0 if able else -1) if hidden else address(x)
-        turns[rank, 2] = (0 if able else -1) if hidden else address(out)
+        turns[rank, 2] = (0 if able else -1) if hidden else _sums_at(out, sums, spans[rank, 0])
         if number > 0:
             votes[rank, entry + 1] = code
             store(votes, rank * votes.shape[1] + entry, number)
@@ -213,7 +225,7 @@ def pull(
             if offers[r, 0] <= 0:
                 stage[0] = REFUSED
                 return REFUSED
-        read = _sum(x, out, rooms, rank, spans, mean, processes, parts, offers)
+        read = _sum(x, out, rooms, sums, rank, spans, mean, processes, parts, offers)
         if not read or not _stand(turns, offers):
             stage[1] = _LOST
             return LATE

@@ -32,6 +32,10 @@ __all__ = ["Pulls", "Reader"]
 _OF_ALL = 256 * 1024
 _MOST = 2**30  # the kernel reads a little less than 2^31 bytes in one call
 
+# Bytes of a chunk up to which its sums are read where they were made, and not in the buffer: what
+# another core has read, and still keeps, costs several times as much to write.
+_APART = 512 * 1024
+
 # Bytes up to which, for each of n ranks, copies by slots cost less than to ask the kernel: so many
 # for all of them.
 _SHORT = 512 * 1024
@@ -102,6 +106,7 @@ class Pulls:
             np.empty((slots.size, 2), np.int64),
         )
         self._rooms: dict[np.dtype[Any], Any] = {}
+        self._sums: dict[np.dtype[Any], Any] = {}
 
     def takes(self, x: Any) -> bool:
         """Whether to read such a buffer; the same on all ranks, which have agreed on it."""
@@ -114,6 +119,15 @@ class Pulls:
             n = self._slots.size
             most = max(1, _OF_ALL // (n - 1) // dtype.itemsize)
             held = self._rooms[dtype] = np.empty((n, most), dtype)
+        return held
+
+    def sums(self, x: Any) -> Any:
+        """Return memory for the sums of this rank's chunk, or none where `out` holds them."""
+        if x.nbytes > _APART * self._slots.size:
+            return x[:0]
+        held = self._sums.get(x.dtype)
+        if held is None:
+            held = self._sums[x.dtype] = np.empty(_APART // x.itemsize, x.dtype)
         return held
 
     def refused(self) -> None:

@@ -79,7 +79,8 @@ class Turns:
         """Every rank reads its span of all others, from where it lies, and then their sums."""
         slots = self.slots
         slots.last += 1
-        call = (x, out, pulls.rooms(x.dtype), slots.rank, spans, mean, *pulls.words)
+        rooms, sums = pulls.rooms(x.dtype), pulls.sums(x)
+        call = (x, out, rooms, sums, slots.rank, spans, mean, *pulls.words)
         return SharedTurn(self, self._pull.pull, call, slots.last, more=2)
 
 
