@@ -93,6 +93,8 @@ def apart(device: Device, whole: Any, part: Any, own: Any) -> bool:
 
 def whole(step: Any) -> Any:
     """Return a whole number, such as one of numpy's, as an int; what is none as it is."""
+    if step is None:
+        return None
     try:
         return index(step)
     except TypeError:

@@ -11,7 +11,7 @@ from relaxmpi.primitives.devices import Device
 
 __all__ = ["Buffers"]
 
-_MOST = 64  # arrays of one size that are kept
+_MOST = 64  # arrays of one size and format that are kept
 
 
 class Buffers:
@@ -34,8 +34,7 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, list[Any]] = {}
-        self._formats: dict[str, Any] = {}
+        self._held: dict[tuple[int, str], list[Any]] = {}
         probe = [np.empty(0, np.uint8)]
         self._free = sys.getrefcount(probe[0])
 
@@ -43,15 +42,13 @@ class Buffers:
         """Return memory for so many numbers; its content is arbitrary."""
         if device.name != "cpu":
             return device.empty(count, dtype)
-        like = self._formats.get(dtype)
-        if like is None:
-            like = self._formats[dtype] = device.empty(0, dtype).dtype
-        size = count * like.itemsize
-        held = self._held.setdefault(size, [])
+        held = self._held.get((count, dtype))
+        if held is None:
+            held = self._held[count, dtype] = []
         for k in range(len(held)):
             if sys.getrefcount(held[k]) == self._free:
-                return held[k].view(like)
-        array = np.empty(size, np.uint8)
+                return held[k]
+        array = device.empty(count, dtype)
         if len(held) < _MOST:
             held.append(array)
-        return array.view(like)
+        return array

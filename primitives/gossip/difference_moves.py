@@ -208,8 +208,7 @@ def push(
     def rest() -> Flow[tuple[Any, float]]:
         total, dw = None, 0.0
         for peer, data in arriving.items():
-            header = yield from exchange.arrived(peer)
-            dw += header.weight
+            dw += yield from exchange.arrived(peer)
             replica, part = coder.replica("heard", peer), gamma * route.into[peer]
             coder.follow(replica, data)
             if total is None:

@@ -149,17 +149,18 @@ class Exchange:
         apart = self._edges.tags - _NUMBERS
         return _NUMBERS + (self._code + _AGED * age + number) % apart
 
-    def arrived(self, peer: int) -> Flow[Header]:
-        """Wait for the message of a peer, which must fit this call."""
+    def arrived(self, peer: int) -> Flow[float]:
+        """Wait for the message of a peer, which must fit this call, and return its weight."""
         header, first, second, count, age = self._arriving[peer]
         yield first
-        said = Header._make(_LAYOUT.unpack(header))
-        if (said.code, said.step, said.size, said.age) != (self._code, self._step, count, age):
-            self._unfit(peer, said, age)
+        said = _LAYOUT.unpack(header)
+        _, _, _, their_age, size, _, step, weight, code, _ = said
+        if (code, step, size, their_age) != (self._code, self._step, count, age):
+            self._unfit(peer, Header._make(said), age)
         if second is not None:
             yield second
         del self.waiting[peer], self._arriving[peer]
-        return said
+        return weight  # type: ignore[no-any-return]
 
     def _unfit(self, peer: int, said: Header, age: int) -> None:
         me = self.rank

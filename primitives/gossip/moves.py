@@ -101,8 +101,7 @@ def push(exchange: Exchange, flat: Flat, w: Any, route: Route) -> Flow[tuple[Any
     def rest() -> Flow[tuple[Any, float]]:
         total, dw = None, 0.0
         for peer, data in arriving.items():
-            header = yield from exchange.arrived(peer)
-            dw += header.weight
+            dw += yield from exchange.arrived(peer)
             if len(arriving) == 1:
                 total = data
             elif total is None:
@@ -129,7 +128,7 @@ def _shares(room: Room, x: Any, route: Route, held: bool) -> dict[int, Any]:
     Where that is equal, and x is held until the call ends, x itself is what goes.
     """
     kernels, wide = room.kernels, room.widen(x)
-    if held and wide is x and set(route.out.values()) == {route.keep}:
+    if held and wide is x and [*route.out.values()] == [route.keep] * len(route.out):
         kernels.scaled(x, route.keep, x)
         return dict.fromkeys(route.out, x)
     by_weight: dict[float, Any] = {}

@@ -43,7 +43,7 @@ class Move:
         w: The weight of push-sum.
     """
 
-    __slots__ = ("flat", "give", "post", "target", "w", "what")
+    __slots__ = ("_give", "_post", "flat", "target", "w", "what")
 
     def __init__(
         self,
@@ -55,7 +55,15 @@ class Move:
         w: Any = None,
     ) -> None:
         self.what, self.flat, self.target = what, flat, target
-        self.post, self.give, self.w = post, give, w
+        self._post, self._give, self.w = post, give, w
+
+    def post(self, exchange: Exchange, route: Route, part: Flat, goal: Any) -> Flow[Any]:
+        """Post all messages; see above."""
+        return self._post(exchange, route, part, goal)
+
+    def give(self, result: Any) -> Any:
+        """Make the verb's result; see above."""
+        return self._give(result)
 
     def start(self, exchange: Exchange, route: Route) -> Flow[Any]:
         """Post all messages now; the flow returned ends with the verb's result."""

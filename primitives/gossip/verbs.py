@@ -158,7 +158,7 @@ def push_sum(
         usual = comm.edges.usual.get(kind)
         if usual is not None and usual.topology is topology and x.flags.carray and _is_weight(w):
             flat = Flat(x.reshape(-1), usual.dtype, x.shape, usual.device)
-            move = _pushed(comm, usual.what, flat, x, w, None, name, None)
+            move = _Push(comm, usual.what, flat, x, w)
             return EdgePlan("push_sum", nothing, topology, ready=(move, usual.route))  # type: ignore[arg-type]
 
     def check() -> Move:
@@ -166,34 +166,42 @@ def push_sum(
         what = _told("push_sum", flat, topology, codec, name, (DifferenceCompression,))
         if isinstance(codec, DifferenceCompression):
             codec.claim(f"push_sum of {len(flat.data)} x {flat.dtype}", comm.layout, alone=False)
-        return _pushed(comm, what, flat, x, weight, codec, name, step)
+        return _Push(comm, what, flat, x, weight, codec, name, step)
 
     return EdgePlan("push_sum", check, topology, step, kind=kind)
 
 
-def _pushed(
-    comm: Comm,
-    what: tuple[Any, ...],
-    flat: Flat,
-    x: Any,
-    weight: Any,
-    codec: Any,
-    name: str,
-    step: int | None,
-) -> Move:
-    """Return a checked call of push-sum."""
+class _Push(Move):
+    """A checked call of push-sum."""
 
-    def post(exchange: Exchange, route: Route, part: Flat, _goal: Any) -> Flow[Any]:
-        part = _priced(comm, part)
+    __slots__ = ("_codec", "_comm", "_name", "_step", "_x")
+
+    def __init__(
+        self,
+        comm: Comm,
+        what: tuple[Any, ...],
+        flat: Flat,
+        x: Any,
+        w: Any,
+        codec: Any = None,
+        name: str = "",
+        step: int | None = None,
+    ) -> None:
+        self.what, self.flat, self.target, self.w = what, flat, flat, w
+        self._comm, self._x, self._codec, self._name, self._step = comm, x, codec, name, step
+
+    def post(self, exchange: Exchange, route: Route, part: Flat, goal: Any) -> Flow[Any]:
+        """See `Move`."""
+        comm, codec, part = self._comm, self._codec, _priced(self._comm, part)
         if isinstance(codec, DifferenceCompression):
-            tools = comm.priced(codec.codec), _key(comm, name, step)
-            return difference_moves.push(exchange, part, weight, route, codec, *tools)
-        return moves.push(exchange, part, weight, route)
+            tools = comm.priced(codec.codec), _key(comm, self._name, self._step)
+            return difference_moves.push(exchange, part, self.w, route, codec, *tools)
+        return moves.push(exchange, part, self.w, route)
 
-    def give(arrived: tuple[Any, float]) -> tuple[Any, float]:
-        return flat.device.dress(arrived[0], x, flat.shape), arrived[1]
-
-    return Move(what, flat, flat, post, give, weight)
+    def give(self, result: tuple[Any, float]) -> tuple[Any, float]:
+        """See `Move`."""
+        flat = self.flat
+        return flat.device.dress(result[0], self._x, flat.shape), result[1]
 
 
 @EdgeVerb
