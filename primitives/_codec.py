@@ -88,11 +88,25 @@ class Codec(ABC):
         self.decode(payload, decoded)
         kernels_for(out).accumulate(out, decoded)
 
-    def decode_follow(self, payload: Payload, replica: Floats) -> None:
-        """Add the decoded numbers that are finite to a replica: a bad step is not remembered."""
+    def decode_follow(
+        self,
+        payload: Payload,
+        replica: Floats,
+        *,
+        part: float = 0.0,
+        share: Floats | None = None,
+    ) -> None:
+        """Add the decoded numbers that are finite to a replica: a bad step is not remembered.
+
+        Then share = part replica, in the same pass where the codec can.
+        """
         decoded = replica.copy()
         self.decode(payload, decoded)
-        kernels_for(replica).follow(replica, decoded)
+        kernels = kernels_for(replica)
+        kernels.follow(replica, decoded)
+        if share is not None:
+            check_memory(replica, share, "share")
+            kernels.scaled(replica, part, share)
 
     def encode_feedback(
         self, x: Floats, residual: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0
@@ -112,17 +126,29 @@ class Codec(ABC):
         kernels.leave(u, decoded, residual)
 
     def encode_difference(
-        self, x: Floats, replica: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0
+        self,
+        x: Floats,
+        replica: Floats,
+        payload: Payload,
+        *,
+        key: Key = NO_KEY,
+        offset: int = 0,
+        give: float = 0.0,
     ) -> None:
         """Encode x - replica, and let the replica follow what was encoded, as `decode_follow` does.
 
-        So at every holder of the replica are the same bits.
+        So at every holder of the replica are the same bits. Then x <- x - give replica, in the same
+        pass where the codec can; without `give` x is not changed.
         """
         check_memory(x, replica, "replica")
-        change = x.copy()
-        kernels_for(x).subtract(x, replica, change)
+        if give:
+            check_writable(x, "the array of numbers")
+        change, kernels = x.copy(), kernels_for(x)
+        kernels.subtract(x, replica, change)
         self.encode(change, payload, key=key, offset=offset)
         self.decode_follow(payload, replica)
+        if give:
+            kernels.mix(x, replica, -give, x)
 
     def describe(self) -> str:
         """What ranks must agree on before they exchange payloads."""
@@ -154,13 +180,25 @@ class KernelCodec(Codec):
         if size := self._check(out, payload, out):
             self._decode(kernels_for(out), payload[:size], out, add=True)
 
-    def decode_follow(self, payload: Payload, replica: Floats) -> None:
+    def decode_follow(
+        self,
+        payload: Payload,
+        replica: Floats,
+        *,
+        part: float = 0.0,
+        share: Floats | None = None,
+    ) -> None:
         """Add what is finite: see `Codec`."""
+        if share is not None:
+            check_memory(replica, share, "share")
         if size := self._check(replica, payload, replica):
-            if self._is_finite(payload[:size], replica):
-                self._decode(kernels_for(replica), payload[:size], replica, add=True)
+            kernels = kernels_for(replica)
+            if not self._is_finite(payload[:size], replica):
+                super().decode_follow(payload, replica, part=part, share=share)
+            elif share is None:
+                self._decode(kernels, payload[:size], replica, add=True)
             else:
-                super().decode_follow(payload, replica)
+                self._decode_share(kernels, payload[:size], replica, part, share)
 
     def encode_feedback(
         self, x: Floats, residual: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0
@@ -171,12 +209,21 @@ class KernelCodec(Codec):
             self._encode_feedback(kernels_for(x), x, residual, payload[:size], key, offset)
 
     def encode_difference(
-        self, x: Floats, replica: Floats, payload: Payload, *, key: Key = NO_KEY, offset: int = 0
+        self,
+        x: Floats,
+        replica: Floats,
+        payload: Payload,
+        *,
+        key: Key = NO_KEY,
+        offset: int = 0,
+        give: float = 0.0,
     ) -> None:
         """Encode x - replica, which follows: see `Codec`."""
         check_memory(x, replica, "replica")
+        if give:
+            check_writable(x, "the array of numbers")
         if size := self._check(x, payload, payload, offset):
-            self._encode_difference(kernels_for(x), x, replica, payload[:size], key, offset)
+            self._encode_difference(kernels_for(x), x, replica, payload[:size], key, offset, give)
 
     def _check(self, x: Floats, payload: Payload, filled: NDArray[Any], offset: int = 0) -> int:
         check_numbers(x, "the array of numbers")
@@ -194,6 +241,12 @@ class KernelCodec(Codec):
     @abstractmethod
     def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None: ...
 
+    def _decode_share(
+        self, kernels: Any, payload: Payload, replica: Floats, part: float, share: Floats
+    ) -> None:
+        self._decode(kernels, payload, replica, add=True)
+        kernels.scaled(replica, part, share)
+
     def _is_finite(self, payload: Payload, out: Floats) -> bool:
         """Whether all decoded numbers are known to be finite, without decoding them."""
         return False
@@ -204,9 +257,16 @@ class KernelCodec(Codec):
         super().encode_feedback(x, residual, payload, key=key, offset=offset)
 
     def _encode_difference(
-        self, kernels: Any, x: Floats, replica: Floats, payload: Payload, key: Key, offset: int
+        self,
+        kernels: Any,
+        x: Floats,
+        replica: Floats,
+        payload: Payload,
+        key: Key,
+        offset: int,
+        give: float,
     ) -> None:
-        super().encode_difference(x, replica, payload, key=key, offset=offset)
+        super().encode_difference(x, replica, payload, key=key, offset=offset, give=give)
 
 
 def scales_are_finite(payload: Payload, count: int, dtype: DTypeLike) -> bool:

@@ -56,16 +56,26 @@ def fetch_rows(x: Floats, lo: int) -> None:
 
 
 @inlined
-def join(x: Floats, held: Floats, difference: bool, out: Floats) -> None:
-    """Out = x - held, or x + held."""
-    sign = x.dtype.type(-1 if difference else 1)
+def join(x: Floats, held: Floats, weight: Any, out: Floats) -> None:
+    """Out = x + weight held; it may be x."""
     whole = x.size - x.size % WIDTH
     for i in range(0, whole, WIDTH):
         fetch_ahead(x, i)
         fetch_ahead(held, i)
-        store(out, i, load(x, i, WIDTH) + load(held, i, WIDTH) * sign)
+        store(out, i, load(x, i, WIDTH) + load(held, i, WIDTH) * weight)
     for i in range(whole, x.size):
-        out[i] = x[i] + held[i] * sign
+        out[i] = x[i] + held[i] * weight
+
+
+@inlined
+def multiply(x: Floats, factor: Any, out: Floats) -> None:
+    """Out = factor x."""
+    whole = x.size - x.size % WIDTH
+    for i in range(0, whole, WIDTH):
+        room_ahead(out, i)
+        store(out, i, load(x, i, WIDTH) * factor)
+    for i in range(whole, x.size):
+        out[i] = x[i] * factor
 
 
 @inlined

@@ -179,7 +179,7 @@ def _sign_feedback(
         xb = x[lo:hi]
         rb = residual[lo:hi]
         u = sums[: hi - lo]
-        join(xb, rb, False, u)
+        join(xb, rb, x.dtype.type(1), u)
         _sign_bucket(u, packed[lo // 8 : (hi + 7) // 8], scales[b : b + 1], l2, lanes)
         if np.isfinite(scales[b]):
             without(u, scales[b], rb)

@@ -202,10 +202,17 @@ class Quantizer(KernelCodec):
         kernels.quantise_beside(x, residual, payload, difference=False, **how)
 
     def _encode_difference(
-        self, kernels: Any, x: Floats, replica: Floats, payload: Payload, key: Key, offset: int
+        self,
+        kernels: Any,
+        x: Floats,
+        replica: Floats,
+        payload: Payload,
+        key: Key,
+        offset: int,
+        give: float,
     ) -> None:
         how = self._how(self.stochastic is not False, key, offset)
-        kernels.quantise_beside(x, replica, payload, difference=True, **how)
+        kernels.quantise_beside(x, replica, payload, difference=True, give=give, **how)
 
     def _how(self, random: bool, key: Key, offset: int) -> dict[str, Any]:
         stream = key.stream(self.seed) if random else None
@@ -214,6 +221,12 @@ class Quantizer(KernelCodec):
 
     def _decode(self, kernels: Any, payload: Payload, out: Floats, *, add: bool) -> None:
         kernels.dequantise(payload, out, bits=self.bits, bucket=self.bucket, add=add)
+
+    def _decode_share(
+        self, kernels: Any, payload: Payload, replica: Floats, part: float, share: Floats
+    ) -> None:
+        form = {"bits": self.bits, "bucket": self.bucket}
+        kernels.dequantise(payload, replica, **form, add=True, part=part, share=share)
 
     def _is_finite(self, payload: Payload, out: Floats) -> bool:
         return scales_are_finite(payload, -(-out.size // self.bucket), out.dtype)

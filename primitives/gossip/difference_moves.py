@@ -57,15 +57,18 @@ class Coder:
         self.follow(replica, payload)
         return payload
 
-    def news(self, x: Any, replica: Any) -> Any:
-        """Encode what the replica does not know of x, let it follow, and return the payload."""
+    def news(self, x: Any, replica: Any, give: float = 0.0) -> Any:
+        """Encode what the replica does not know of x, let it follow, and return the payload.
+
+        Then x <- x - give replica.
+        """
         payload = self.payload()
-        self._codec.encode_difference(x, replica, payload, key=self._key)
+        self._codec.encode_difference(x, replica, payload, key=self._key, give=give)
         return payload
 
-    def follow(self, replica: Any, payload: Any) -> None:
-        """Add what a payload says to a replica."""
-        self._codec.decode_follow(payload, replica)
+    def follow(self, replica: Any, payload: Any, part: float = 0.0, share: Any = None) -> None:
+        """Add what a payload says to a replica; then share = part replica."""
+        self._codec.decode_follow(payload, replica, part=part, share=share)
 
     def receive(self, peer: int, data: Any) -> None:
         """Post a receive on an edge with a replica."""
@@ -196,12 +199,14 @@ def push(
     arriving = {peer: coder.payload() for peer in route.into}
     for peer, data in arriving.items():
         coder.receive(peer, data)
-    wide, weight = room.widen(flat.data), float(w[0])
+    wide, weight, alone = room.widen(flat.data), float(w[0]), len(route.out) == 1
     for peer, share in route.out.items():
-        news = coder.news(wide, coder.replica("sent", peer))
-        coder.send(peer, news, gamma * share * weight)
+        give = gamma * share
+        news = coder.news(wide, coder.replica("sent", peer), give if alone else 0.0)
+        coder.send(peer, news, give * weight)
     for peer, share in route.out.items():
-        kernels.mix(wide, coder.replica("sent", peer), -gamma * share, wide)
+        if not alone:  # what goes to each is encoded from the same x
+            kernels.mix(wide, coder.replica("sent", peer), -gamma * share, wide)
         w[0] -= gamma * share * weight
     room.narrow(wide, flat.data)
 
@@ -210,11 +215,11 @@ def push(
         for peer, data in arriving.items():
             dw += yield from exchange.arrived(peer)
             replica, part = coder.replica("heard", peer), gamma * route.into[peer]
-            coder.follow(replica, data)
             if total is None:
                 total = room.take(room.work)
-                kernels.scaled(replica, part, total)
+                coder.follow(replica, data, part, total)
             else:
+                coder.follow(replica, data)
                 kernels.mix(total, replica, part, total)
         exchange.leave()
         if total is None:
