@@ -16,6 +16,7 @@ from relaxmpi.primitives._together import (
     all_equal,
     copy,
     divide,
+    renew,
     wait,
 )
 
@@ -187,11 +188,12 @@ def pull(
         now: Number of the first of three turns.
         looks: As in `turn`.
         polite: As in `turn`.
-        stage: Two words: 0 at first, then what is returned, and how far it has come.
+        stage: As in `turn`.
 
     Returns:
         LATE, DONE, DIFFER, or REFUSED where a rank has numbers that cannot be read.
     """
+    renew(stage, now)
     if stage[0] > LATE:
         return int(stage[0])
     each = turns.shape[1]

@@ -21,6 +21,7 @@ __all__ = [
     "all_equal",
     "copy",
     "divide",
+    "renew",
     "turn",
     "wait",
 ]
@@ -36,6 +37,13 @@ AT_ONCE, SCATTER, GATHER, GATHER_PUT = 0, 1, 2, 3
 _NEW, LATE, DONE, DIFFER = 0, 1, 2, 3
 
 BLOCK = 4096  # numbers that stay in the nearest cache while those of all ranks are added
+
+
+@inlined
+def renew(stage: Words, now: int) -> None:
+    """Forget how far another turn had come."""
+    if stage[2] != now:
+        stage[0], stage[1], stage[2] = _NEW, 0, now
 
 
 @inlined
@@ -158,11 +166,11 @@ def _take(
 
 @jit
 def turn(
-    kind: int,
     x: Any,
     out: Any,
     given: Any,
     onward: Any,
+    kind: int,
     rank: int,
     spans: Words,
     each: int,
@@ -180,11 +188,11 @@ def turn(
     """Begin a turn, or go on with one, and end it unless the peers are late.
 
     Args:
-        kind: AT_ONCE, SCATTER, GATHER or GATHER_PUT.
         x: This rank's numbers.
         out: Where the results belong; may be `x`.
         given: The slots of all ranks, n x m.
         onward: Those of the next turn.
+        kind: AT_ONCE, SCATTER, GATHER or GATHER_PUT.
         rank: This rank.
         spans: For each rank, the bounds of its chunk in `x` and `out`; of everything, AT_ONCE.
         each: Where a slot has a chunk for each rank, the room of one.
@@ -197,12 +205,13 @@ def turn(
         now: Number of the turn.
         looks: How often to look for the peers.
         polite: Whether others may need this core meanwhile.
-        stage: One word: 0 for a new turn, then what is returned. A signal's handler may keep
-            the caller from reading that.
+        stage: Three words: what is returned, how far it has come, and the number of the turn that
+            this is of. A signal's handler may keep the caller from reading that.
 
     Returns:
         LATE, DONE or DIFFER.
     """
+    renew(stage, now)
     if stage[0] > LATE:
         return int(stage[0])
     if stage[0] == _NEW:

@@ -183,6 +183,7 @@ class Comm(Stream):
             for link in self._links:
                 link.free()
             if self.shared is not None:
+                self.schedule.forget()
                 self.shared.free()
             self._world.free()
 

@@ -40,12 +40,14 @@ class _Known(NamedTuple):
         begin: Returns what moves the numbers from x to out, divided or not.
         rest: Waits for that, does what may be left, and counts.
         sent: The bytes and messages that are counted where nothing is left.
+        spare: A turn that is over, for the next call, or nothing.
     """
 
     call: Call
     begin: Begin
     rest: Rest
     sent: tuple[int, int]
+    spare: list[SharedTurn]
 
 
 class Learned:
@@ -68,7 +70,7 @@ class Learned:
             return
         if len(self._known) >= _MOST:
             self.clear()
-        known = _Known(call, begin, rest, sent_by(self._comm.size, flat.data))
+        known = _Known(call, begin, rest, sent_by(self._comm.size, flat.data), [])
         self._known[flat.shape, flat.data.dtype, op is MEAN, name] = known
 
     def clear(self) -> None:
@@ -131,6 +133,8 @@ class Again(Plan[Any]):
 
     def end(self) -> Any:
         """See `Once`."""
+        self._turn.let_go()
+        self._known.spare.append(self._turn)
         stats, (nbytes, messages) = self._comm.stats, self._known.sent
         stats.payload_bytes += nbytes
         stats.messages += messages
@@ -144,7 +148,12 @@ class Again(Plan[Any]):
     def _begin(self) -> SharedTurn:
         x, out = self._x, self._out
         flat = x if x.ndim == 1 else x.reshape(-1)
-        return self._known.begin(flat, flat if out is x else out.reshape(-1), self._mean)
+        target, spare = flat if out is x else out.reshape(-1), self._known.spare
+        if not spare:
+            return self._known.begin(flat, target, self._mean)
+        turn = spare.pop()
+        turn.renew(flat, target)
+        return turn
 
     def _all(self) -> Flow[Any]:
         comm = self._comm

@@ -54,6 +54,9 @@ class FlatSchedule:
     def learn(self, call: Call, flat: Flat, op: Op, name: str) -> None:
         """Take note of an all-reduce of numpy arrays that has been checked."""
 
+    def forget(self) -> None:
+        """Forget what was learned, and let go of its memory."""
+
     def again(self, x: Any, out: Any, op: Op, name: str) -> Plan[Any] | None:
         """Return the plan of such a call that has been learned; None where it must be checked.
 

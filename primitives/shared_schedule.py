@@ -126,7 +126,11 @@ class SharedSchedule(SharedMoves):
     def _forget(self) -> None:
         """Forget calls that begin by reading the memory of others, where one rank cannot."""
         if not self._pulls.able:
-            self._learned.clear()
+            self.forget()
+
+    def forget(self) -> None:
+        """See `FlatSchedule`."""
+        self._learned.clear()
 
     def _one_turn(self, turn: SharedTurn, x: Any, _out: Any, _mean: bool) -> Flow[None]:
         yield turn

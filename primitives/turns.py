@@ -25,6 +25,9 @@ __all__ = ["SharedTurn", "Turns"]
 _LOOKS = 20_000
 _POLITE_LOOKS = 200
 
+# Where compiled code is told of the vote, and of the number of the turn.
+_VOTES, _ENTRY, _NUMBER, _CODE, _NOW = -9, -8, -7, -6, -4
+
 _DTYPES = frozenset(np.dtype(name) for name in ("f4", "f8", "i4", "i8"))
 
 
@@ -72,7 +75,7 @@ class Turns:
 
     def _turn(self, kind: int, x: Any, out: Any, spans: Any, each: int, mean: bool) -> SharedTurn:
         number, given, onward = self.slots.next_turn(x.dtype)
-        call = kind, x, out, given, onward, self.slots.rank, spans, each, mean
+        call = x, out, given, onward, kind, self.slots.rank, spans, each, mean
         return SharedTurn(self, self.code.turn, call, number)
 
     def pull(self, pulls: Pulls, spans: Any, x: Any, out: Any, mean: bool) -> SharedTurn:
@@ -97,14 +100,12 @@ class SharedTurn:
     """
 
     __slots__ = (
+        "_args",
         "_board",
-        "_call",
         "_looks",
         "_more",
         "_move",
         "_turns",
-        "_vote",
-        "_when",
         "equal",
         "moved",
         "number",
@@ -114,13 +115,28 @@ class SharedTurn:
     def __init__(
         self, turns: Turns, move: Any, call: tuple[Any, ...], number: int, more: int = 0
     ) -> None:
-        slots = turns.slots
-        self.number, self._move, self._call, self._more = number, move, call, more
-        self._turns, self._looks = turns, 0
+        self.number, self._move, self._more, self._turns = number, move, more, turns
+        rows, stage = turns.slots.rows, np.zeros(3, np.int64)
+        vote, when = (rows, 0, 0, 0), (rows, number, turns.looks, turns.polite, stage)
+        self._args = [*call, *vote, *when]
         self._board: Board | None = None
-        self.equal, self.refused, self.moved = True, False, False
-        self._vote = slots.rows, 0, 0, 0
-        self._when = slots.rows, number, turns.looks, turns.polite, np.zeros(2, np.int64)
+        self._looks, self.equal, self.refused, self.moved = 0, True, False, False
+
+    def renew(self, x: Any, out: Any) -> None:
+        """Begin the same with other arrays of this length, when it has moved all."""
+        args, slots = self._args, self._turns.slots
+        args[0], args[1] = x, out
+        if self._more:
+            slots.last = number = slots.last + 1
+        else:
+            number, args[2], args[3] = slots.next_turn(x.dtype)
+        self.number = args[_NOW] = number
+        args[_NUMBER] = 0
+        self._looks, self.moved = 0, False
+
+    def let_go(self) -> None:
+        """Do not keep the arrays."""
+        self._args[0] = self._args[1] = None
 
     @property
     def request(self) -> Request:
@@ -130,23 +146,24 @@ class SharedTurn:
     def carry(self, board: Board, number: int, code: int) -> None:
         """Cast this vote when the turn begins."""
         self._board = board
-        self._vote = board.rows, board.entry(number), number, code
+        args = self._args
+        args[_VOTES], args[_ENTRY] = board.rows, board.entry(number)
+        args[_NUMBER], args[_CODE] = number, code
 
     def test(self) -> bool:
         """Move what can be moved; whether that was all."""
-        turns = self._turns
-        code = turns.code
-        stage = self._move(*self._call, *self._vote, *self._when)
+        code = self._turns.code
+        stage = self._move(*self._args)
         if stage == code.LATE:
             self._looks += 1
-            turns.slots.nudge(self._looks)
+            self._turns.slots.nudge(self._looks)
             return False
         if self._board is not None:
             self.equal = stage != code.DIFFER
-            self._board.heard(self._vote[2])
+            self._board.heard(self._args[_NUMBER])
             self._board = None
         if stage == code.DONE:
-            turns.slots.last = self.number + self._more
+            self._turns.slots.last = self.number + self._more
             self.moved = True
         else:
             self.refused = stage != code.DIFFER

@@ -417,7 +417,9 @@ with rx.Comm.world() as comm:
 
 
 @pytest.mark.ranks(2)
-def test_memory_goes_with_its_comm(comm):
+@pytest.mark.parametrize("calls", [1, shared_schedule._WARM_UP + 3])
+def test_memory_goes_with_its_comm(comm, calls):
+    """Also where calls are known."""
     needs_sharing()
 
     def mapped():
@@ -426,7 +428,8 @@ def test_memory_goes_with_its_comm(comm):
     gc.collect()
     before = mapped()
     other = comm.dup()
-    rx.allreduce(other, np.ones(10))
+    for _ in range(calls):
+        rx.allreduce(other, np.ones(10))
     assert mapped() == before + 1
     rx.barrier(other)
     gc.disable()
