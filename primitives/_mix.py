@@ -33,9 +33,7 @@ def _scale(x: Numbers, weight: Any) -> None:
 
 def scaled(x: Numbers, weight: float, out: Numbers) -> None:
     """Out = weight x."""
-    if out is x and weight and x.dtype.kind == "f":
-        np.multiply(x, x.dtype.type(weight), out=x)  # the same loop, with less to look at before
-    elif out is x:
+    if out is x:
         _scale(x, _real(x, weight))
     else:
         _scaled(x, _real(x, weight), out)
