@@ -43,6 +43,17 @@ def test_the_second_call_is_like_the_first(comm, dtype):
 
 
 @SOME
+def test_what_numpy_may_raise_in_user_code_is_none_of_ours(comm):
+    """A share of the smallest number, and of an infinity, under np.seterr."""
+    for dtype in ("f4", "f8", "c8"):
+        x, w = np.array([1, np.inf, np.finfo(dtype).smallest_subnormal], dtype), np.ones(1)
+        with np.errstate(all="raise"):
+            for _ in range(2):
+                rx.push_sum(comm, x, w, topology=RING)
+        assert not np.isfinite(x[1])
+
+
+@SOME
 def test_what_is_no_weight_or_no_buffer_is_refused_again(comm):
     comm = comm.dup()  # whose neighbours hear of it
     x, w = known(comm, 6)
