@@ -87,8 +87,9 @@ class Work(Generic[T]):
     def __init__(
         self, queue: Queue, flow: Flow[T], call: Callable[[], str], patience: Patience
     ) -> None:
+        self._error = None  # first: a signal's handler may end all this here
         self._queue, self._flow, self._request = queue, flow, None
-        self._done, self._error, self._seen = False, None, False
+        self._done, self._seen = False, False
         self.call, self.patience = call, patience
         self.ended = 0.0
         self.seq = patience.begin()
