@@ -124,7 +124,7 @@ class Pulls:
     def sums(self, x: Any) -> Any:
         """Return memory for the sums of this rank's chunk, or none where `out` holds them."""
         if x.nbytes > _APART * self._slots.size:
-            return x[:0]
+            return np.empty(0, x.dtype)
         held = self._sums.get(x.dtype)
         if held is None:
             held = self._sums[x.dtype] = np.empty(_APART // x.itemsize, x.dtype)

@@ -3,6 +3,7 @@
 import re
 import signal
 import time
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -202,6 +203,17 @@ def test_started_and_blocking_calls_in_turns(warm):
                 work.wait()
         for k, x in enumerate(xs):
             assert (x == k * warm.size + sum(range(warm.size))).all()
+
+
+@MANY
+@pytest.mark.parametrize("count", [50, 300_001])
+def test_a_learned_call_keeps_no_arrays(warm, count):
+    for _ in range(3):
+        x, out = np.ones(count, "f4"), np.empty(count, "f4")
+        rx.allreduce(warm, x, out)
+        held = weakref.ref(x), weakref.ref(out)
+        del x, out
+        assert [ref() for ref in held] == [None, None]
 
 
 @MANY
