@@ -143,9 +143,10 @@ def report(runs: dict[str, Run], where: str) -> None:
     whole = runs["AllReduce SGD"].reaches(TARGET)
     for title, run in runs.items():
         taken = run.reaches(TARGET)
+        ratio = f"{taken / whole:8.2f}" if whole < np.inf else ""
         print(
             f"{title:20}{run.steps[0]:12}{run.steps[1]:6}{run.losses[-1]:11.3f}"
-            + (f"{taken:10.2f} s{taken / whole:8.2f}" if taken < np.inf else f"{'not reached':>20}")
+            + (f"{taken:10.2f} s{ratio}" if taken < np.inf else f"{'not reached':>20}")
         )
 
 
