@@ -114,6 +114,22 @@ def test_push_sum_gives_the_bits_of_separate_steps(topology, dtype):
         )
 
 
+@pytest.mark.parametrize("codec", [Identity(), Quantizer(8)], ids=repr)
+def test_all_receivers_are_told_of_the_same_numbers(codec):
+    """Not of what the ones before have left."""
+
+    def program():
+        with rx.Comm.world() as comm:
+            x, memory = numbers(600, "f8", 0, seed=comm.rank), rx.DifferenceCompression(codec)
+            rx.push_sum(comm, x, np.ones(1), topology=rx.Exponential(), codec=memory)
+            return [sent.tobytes() for sent in memory.replicas("sent").values()]
+
+    for n in (3, 5):
+        for told in rx.SimulatedWorld(n).run(program):
+            assert len(told) > 1
+            assert len(set(told)) == 1
+
+
 def test_what_is_done_in_one_pass_has_its_price():
     codec, charged = Quantizer(8), []
     work = {f"{codec}.encode_difference": (1e-6, 1e-9), f"{codec}.decode_follow": (2e-6, 0)}
